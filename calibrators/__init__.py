@@ -1,1 +1,1 @@
-"""Placeholder."""
+"""Calibrators: activations in, artifacts out. Offline; never imported by the loader or a cache."""

@@ -1,1 +1,1 @@
-"""Placeholder."""
+"""The bundle format: manifest, typed artifacts, page-aligned safetensors, verification."""

@@ -1,1 +1,1 @@
-"""Placeholder."""
+"""Packed weights: rotations, codebook and affine encodings, the packed linear layer."""

@@ -1,1 +1,1 @@
-"""Placeholder."""
+"""One codec per file; see `base.Codec` for what they share."""

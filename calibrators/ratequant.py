@@ -1,0 +1,191 @@
+"""RateQuant: how many bits each layer's keys and values get, from measured sensitivities.
+
+Source: RateQuant, arXiv 2605.06675 (abstract and introduction read; the rest as described in
+DESIGN): each quantizer has a distortion curve of its own, D(b) = alpha * beta^-b, to be fitted and
+never borrowed; bits follow in closed form by reverse water-filling. Here a unit is the keys or the
+values of one layer (its heads share widths), the loss is sum_u s_u * D_u(b_u) with s_u in nats of
+KL (see `sensitivity`), and bits come in steps that fill whole 32-bit words of a row.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from velox_pack.calibrators.sensitivity import Sensitivity
+from velox_pack.calibrators.waterfill import WORD, error, widths
+from velox_pack.manifests.artifacts import Allocation
+
+Array = np.ndarray
+
+# Bits at which curves are fitted: where allocations end up. Below, the exponential is no good fit.
+FIT_FROM, FIT_TO = 1.5, 5.0
+
+
+@dataclass(frozen=True)
+class Distortion:
+    """Relative error of one quantizer on one unit at b bits per element: alpha * beta^-b."""
+
+    alpha: float
+    beta: float
+
+    def __post_init__(self) -> None:
+        if not (self.alpha > 0 and self.beta > 1):
+            raise ValueError(f"alpha {self.alpha} must be above 0 and beta {self.beta} above 1")
+
+    def at(self, bits: Array | float) -> Array:
+        """alpha * beta^-bits."""
+        result: Array = self.alpha * np.power(self.beta, -np.asarray(bits, dtype=np.float64))
+        return result
+
+
+def fit_distortion(bits: Array, errors: Array) -> Distortion:
+    """Least squares on the logarithm of errors [n], measured or predicted at bits [n].
+
+    Raises ValueError for fewer than two points or errors that are not above 0.
+    """
+    bits, errors = np.asarray(bits, np.float64), np.asarray(errors, np.float64)
+    if bits.shape != errors.shape or bits.size < 2 or not np.all(errors > 0):
+        raise ValueError(f"a curve needs two points above 0, got {errors.tolist()} at {bits}")
+    slope, start = np.polyfit(bits, np.log(errors), 1)
+    return Distortion(float(np.exp(start)), float(np.exp(-slope)))
+
+
+def lloyd_distortion(variances: Array, weights: Array | None = None) -> Distortion:
+    """Curve of Lloyd-Max codes with water-filled widths on coordinates of these variances [H, D].
+
+    Equal variances stand for a random rotation. Heads share widths and are weighted by `weights`
+    [H], their sensitivities, since they share bits too.
+    """
+    table = np.atleast_2d(np.asarray(variances, np.float64))
+    table = table / table.sum(axis=1, keepdims=True)
+    share = np.full(len(table), 1.0 / len(table)) if weights is None else weights / weights.sum()
+    step = WORD / table.shape[1]
+    grid = step * np.arange(int(np.ceil(FIT_FROM / step)), int(FIT_TO / step) + 1)
+    errors = [share @ error(table, widths(table, b)[0]) for b in grid]
+    return fit_distortion(grid, np.array(errors))
+
+
+def reverse_waterfill(
+    slopes: Array, beta: Array, target: float, elements: Array, lowest: float, highest: float
+) -> Array:
+    """Real-valued bits [U] that minimize sum(s * alpha * beta^-bits), averaging `target`.
+
+    `slopes` is s * alpha [U], `elements` how many numbers a unit holds per token. Where no bound
+    binds, s * alpha * ln(beta) * beta^-bits / elements is the same for all units: the water level,
+    found by bisection.
+    """
+    rate = np.log(beta)
+    share = elements / elements.sum()
+    start = np.log(np.maximum(slopes, np.finfo(np.float64).tiny) * rate / elements)
+
+    def bits_at(level: float) -> Array:
+        result: Array = np.clip((start - level) / rate, lowest, highest)
+        return result
+
+    low, high = float(start.min() - highest * rate.max()), float(start.max() - lowest * rate.min())
+    for _ in range(200):  # the average falls as the level rises
+        middle = (low + high) / 2
+        low, high = (middle, high) if share @ bits_at(middle) > target else (low, middle)
+    return bits_at(high)
+
+
+def spread(
+    sensitivity: Array,
+    curves: list[Distortion],
+    target: float,
+    elements: Array,
+    steps: Array,
+    *,
+    lowest: float = 1.0,
+    highest: float = 8.0,
+) -> Array:
+    """Bits [U], multiples of `steps` [U], whose average over elements is at most `target`.
+
+    Reverse water-filling, rounded down to steps; then every next step goes to the unit that gains
+    most for its bits, as long as one fits. Raises ValueError if `target` is out of the bounds.
+    """
+    if not lowest <= target <= highest:
+        raise ValueError(f"{target} bits on average are not within {lowest} and {highest}")
+    sensitivity = np.asarray(sensitivity, np.float64)
+    if not np.all(np.isfinite(sensitivity)) or sensitivity.min() < 0:
+        raise ValueError("sensitivities must be finite and not negative")
+    alpha, beta = np.array([c.alpha for c in curves]), np.array([c.beta for c in curves])
+    real = reverse_waterfill(sensitivity * alpha, beta, target, elements, lowest, highest)
+    # The bounds in whole steps.
+    floor, ceiling = np.ceil(lowest / steps - 1e-9), np.floor(highest / steps + 1e-9)
+    units = np.clip(np.floor(real / steps + 1e-9), floor, ceiling)
+    cost = elements * steps
+    left = target * elements.sum() - units @ cost
+    while True:
+        fits = (units < ceiling) & (cost <= left + 1e-6)
+        if not fits.any():
+            return np.asarray(units * steps)
+        fall = np.power(beta, -units * steps) - np.power(beta, -(units + 1) * steps)
+        gain = np.where(fits, sensitivity * alpha * fall / cost, -np.inf)
+        best = int(np.argmax(gain))  # the first of equals
+        units[best] += 1
+        left -= cost[best]
+
+
+def allocate(
+    sensitivity: Sensitivity,
+    keys: Mapping[int, Distortion],
+    values: Mapping[int, Distortion],
+    target: float,
+    dims: Mapping[int, tuple[int, int]],
+    *,
+    lowest: float = 1.0,
+    highest: float = 8.0,
+) -> tuple[Allocation, ...]:
+    """Bits for the keys and values of all layers in `sensitivity`, averaging `target`.
+
+    `keys` and `values` hold each layer's distortion curve, `dims` its (k_dim, v_dim). All layers
+    compete for the same bits; one artifact is made for each number of KV heads. Its `achieved` is
+    the average over all of them, its details hold the curves and the predicted KL in nats, beside
+    that of uniform bits.
+    """
+    layers = sorted(sensitivity.keys)
+    units = [(i, 0, sensitivity.keys[i], keys[i]) for i in layers]
+    units += [(i, 1, sensitivity.values[i], values[i]) for i in layers]
+    dim = np.array([dims[i][part] for i, part, _, _ in units], dtype=np.float64)
+    elements = dim * np.array([len(s) for _, _, s, _ in units])
+    totals = np.array([s.sum() for _, _, s, _ in units])
+    curves = [c for _, _, _, c in units]
+    bits = spread(totals, curves, target, elements, WORD / dim, lowest=lowest, highest=highest)
+    achieved = float(bits @ elements / elements.sum())
+
+    def predicted(given: Array) -> float:
+        pairs = zip(totals, curves, given, strict=True)
+        return float(sum(s * c.at(b) for s, c, b in pairs))
+
+    groups: dict[int, list[int]] = {}
+    for place, i in enumerate(layers):
+        groups.setdefault(len(sensitivity.keys[i]), []).append(place)
+    half = len(layers)
+    return tuple(
+        Allocation(
+            target=float(target),
+            achieved=achieved,
+            keys=bits[places].astype(np.float32),
+            values=bits[half:][places].astype(np.float32),
+            sensitivity_keys=_stack(sensitivity.keys, layers, places),
+            sensitivity_values=_stack(sensitivity.values, layers, places),
+            details={
+                "fisher": "labels drawn from the model",
+                "tokens": sensitivity.tokens,
+                "alpha_keys": [curves[p].alpha for p in places],
+                "beta_keys": [curves[p].beta for p in places],
+                "alpha_values": [curves[half + p].alpha for p in places],
+                "beta_values": [curves[half + p].beta for p in places],
+                "predicted_kl": predicted(bits),
+                "predicted_kl_uniform": predicted(np.full(len(bits), achieved)),
+            },
+            layers=tuple(layers[p] for p in places),
+        )
+        for places in groups.values()
+    )
+
+
+def _stack(found: Mapping[int, Array], layers: list[int], places: list[int]) -> Array:
+    return np.stack([found[layers[p]] for p in places]).astype(np.float32)

@@ -1,0 +1,294 @@
+"""Tracing: what each layer of an mlx-lm model does with keys and values, found without its weights.
+
+The model's own forward is called on 8 tokens with its own caches. MLX is lazy and nothing is
+evaluated, so this takes milliseconds and no memory for models of any size.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache, make_prompt_cache
+
+from velox_pack.calibrators.hooks import (
+    AttentionCall,
+    LayerCall,
+    RopeCall,
+    Watch,
+    replaced_calls,
+    watch_attention,
+)
+from velox_pack.manifests.errors import CalibrationError
+
+AttentionKind = Literal["full", "sliding", "none", "other"]
+
+TOKENS = 8
+# Far behind any model's trained length: a rotation whose base grows with the length shows itself.
+LATER = 1 << 24
+
+
+@dataclass(frozen=True)
+class RopeSpec:
+    """Rotation of a key's first `dims` coordinates: position p turns pair i by p * inv_freq[i].
+
+    Pairs are (i, i + dims/2), or (2i, 2i + 1) if `traditional`; `inv_freq` holds float32 values.
+    Factors that the model puts on the key before rotating belong to the key before RoPE.
+    """
+
+    dims: int
+    traditional: bool
+    inv_freq: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class LayerTrace:
+    """One layer. Sizes are 0 where there is no attention; `window` is in tokens.
+
+    `rope` is None where keys have to be taken as they reach attention: there is no rotation (before
+    and after are the same), or it cannot be undone from its parameters (base that grows with the
+    length, keys changed after it). `routed`: the layer calls mlx-lm's scaled_dot_product_attention.
+    `covered`: velox-pack can hold this layer's keys and values; otherwise `reason` says why not.
+    `cache_index` is the place of the layer's cache in `make_prompt_cache(model)`.
+    """
+
+    index: int
+    attention: AttentionKind
+    heads: int = 0
+    kv_heads: int = 0
+    k_dim: int = 0
+    v_dim: int = 0
+    scale: float = 0.0
+    window: int | None = None
+    rope: RopeSpec | None = None
+    routed: bool = False
+    covered: bool = False
+    reason: str | None = None
+    cache_index: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class _Update:
+    """Keys and values on their way into cache number `place`; `rope` is what made the keys."""
+
+    place: int
+    cache: Any
+    listed: bool
+    keys: mx.array
+    values: mx.array
+    rope: RopeCall | None
+
+
+@dataclass(eq=False)
+class _LayerLog:
+    calls: list[AttentionCall]
+    updates: list[_Update]
+    runs: int = 0
+
+
+def trace(model: nn.Module) -> list[LayerTrace]:
+    """Describe all layers of a model built by mlx-lm; nothing is evaluated, no weights are needed.
+
+    Raises CalibrationError for a model without `.layers` or whose forward fails. Not thread-safe.
+    """
+    layers = getattr(model, "layers", None)
+    if not layers:
+        raise CalibrationError(f"{_name(model)} has no list of layers: it cannot be traced")
+    try:
+        logs = _forward(model, offset=0)
+    except Exception as error:
+        raise CalibrationError(f"cannot trace {_name(model)}: {_one_line(error)}") from error
+    try:
+        later = _forward(model, offset=LATER)
+    except Exception:  # then no rotation can be vouched for, but the layers can still be used
+        later = [_LayerLog([], []) for _ in logs]
+    borrowed = _borrowed(logs)
+    return [_describe(i, logs[i], later[i], borrowed) for i in range(len(logs))]
+
+
+def refuse_if_uncovered(traces: Sequence[LayerTrace]) -> None:
+    """Raise CalibrationError, with the reasons, if no layer can be handled."""
+    if any(t.covered for t in traces):
+        return
+    groups: dict[str, list[int]] = {}
+    for t in traces:
+        groups.setdefault(t.reason or "no reason known", []).append(t.index)
+    reasons = "; ".join(f"{_span(where)}: {reason}" for reason, where in groups.items())
+    raise CalibrationError(f"no layer of this model has keys and values we can hold ({reasons})")
+
+
+def _name(model: nn.Module) -> str:
+    return str(getattr(model, "model_type", None) or type(model).__module__.rpartition(".")[2])
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
+
+
+def _span(where: Sequence[int]) -> str:
+    """`layer 3`, `layers 0-7` or `layers 0, 2, 5`."""
+    if len(where) == 1:
+        return f"layer {where[0]}"
+    if list(where) == list(range(where[0], where[-1] + 1)):
+        return f"layers {where[0]}-{where[-1]}"
+    return "layers " + ", ".join(map(str, where))
+
+
+def _forward(model: nn.Module, offset: int) -> list[_LayerLog]:
+    """One lazy forward at `offset`, with a log for each layer."""
+    layers: list[nn.Module] = list(model.layers)
+    logs = [_LayerLog([], []) for _ in layers]
+    current: list[int] = []
+
+    def enter(index: int, module: nn.Module, original: LayerCall) -> LayerCall:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            logs[index].runs += 1
+            current.append(index)
+            watch.take()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                logs[index].calls += watch.take()
+                current.pop()
+
+        return call
+
+    with watch_attention(model) as watch:
+        watch.attend = not offset  # masks of a late offset do not fit the keys of 8 tokens
+        caches = make_prompt_cache(model)
+        for place, cache in enumerate(caches):
+            listed = isinstance(cache, CacheList)
+            for leaf in cache.caches if listed else (cache,):
+                if hasattr(leaf, "update_and_fetch"):
+                    leaf.update_and_fetch = _spy_update(
+                        leaf, place, listed, offset, logs, current, watch
+                    )
+        with replaced_calls(layers, enter):
+            model(mx.zeros((1, TOKENS), dtype=mx.int32), cache=caches)
+    return logs
+
+
+def _spy_update(
+    cache: Any,
+    place: int,
+    listed: bool,
+    offset: int,
+    logs: list[_LayerLog],
+    current: list[int],
+    watch: Watch,
+) -> Callable[..., tuple[mx.array, mx.array]]:
+    update = cache.update_and_fetch
+    if offset:
+        cache.offset = offset
+
+    def spy(keys: mx.array, values: mx.array, *args: Any) -> tuple[mx.array, mx.array]:
+        if current:
+            rope = watch.rope_of(keys)
+            logs[current[-1]].updates.append(_Update(place, cache, listed, keys, values, rope))
+        if not offset:
+            update(keys, values, *args)
+        # The cache is new, so what it would return is what came in: the same objects keep identity.
+        return keys, values
+
+    return spy
+
+
+def _borrowed(logs: Sequence[_LayerLog]) -> dict[int, int]:
+    """Layers whose attention reads the keys or values of another: {borrower: lender}."""
+    owner = {
+        id(a): i for i, log in enumerate(logs) for u in log.updates for a in (u.keys, u.values)
+    }
+    pairs: dict[int, int] = {}
+    for i, log in enumerate(logs):
+        for call in log.calls:
+            lender = owner.get(id(call.keys), owner.get(id(call.values), i))
+            if lender != i:
+                pairs[i] = lender
+    return pairs
+
+
+def _describe(index: int, log: _LayerLog, later: _LayerLog, borrowed: dict[int, int]) -> LayerTrace:
+    kind, window = _kind(log)
+    call = log.calls[0] if log.calls else None
+    update = log.updates[0] if log.updates else None
+    sizes: dict[str, Any] = {}
+    if call is not None:
+        keys, values = call.keys, call.values
+        sizes = {"heads": call.queries.shape[1], "scale": float(call.scale)}
+    elif update is not None:
+        keys, values = update.keys, update.values
+    if call is not None or update is not None:
+        sizes |= {"kv_heads": keys.shape[1], "k_dim": keys.shape[-1], "v_dim": values.shape[-1]}
+    if update is not None:
+        sizes["cache_index"] = update.place
+    reason = _reason(index, log, borrowed)
+    if reason is None and update is not None:
+        rope = _rope(log, later)
+        return LayerTrace(index, kind, window=window, rope=rope, routed=True, covered=True, **sizes)
+    routed = call is not None
+    if routed and (update is None or update.keys is not call.keys):  # type: ignore[union-attr]
+        kind = "other"
+    return LayerTrace(index, kind, window=window, routed=routed, reason=reason, **sizes)
+
+
+def _kind(log: _LayerLog) -> tuple[AttentionKind, int | None]:
+    if not log.updates:
+        return ("other" if log.calls or log.runs == 0 else "none"), None
+    cache = log.updates[0].cache
+    if isinstance(cache, RotatingKVCache):
+        return "sliding", int(cache.max_size)
+    return ("full" if type(cache) is KVCache else "other"), None
+
+
+def _reason(index: int, log: _LayerLog, borrowed: dict[int, int]) -> str | None:
+    """Why this layer cannot be handled, or None."""
+    lends_to = [i for i, lender in borrowed.items() if lender == index]
+    update = log.updates[0] if log.updates else None
+    if log.runs != 1:
+        return f"the model calls this layer {log.runs} times as a whole in one pass"
+    if index in borrowed:
+        return f"shares the keys and values of layer {borrowed[index]}"
+    if lends_to:
+        return f"lends its keys and values to {_span(lends_to)}"
+    if update is None:
+        return "attention over keys that it does not cache" if log.calls else "no attention"
+    if len(log.updates) > 1 or len(log.calls) > 1:
+        return f"attends {max(len(log.updates), len(log.calls))} times in one pass"
+    if not log.calls:
+        return "computes attention by itself, so its queries cannot be routed"
+    call = log.calls[0]
+    if call.keys.shape != update.keys.shape or call.values.shape != update.values.shape:
+        return "latent attention: its cache holds a compressed form, not keys and values"
+    if call.keys is not update.keys or call.values is not update.values:
+        return "changes keys or values between the cache and attention"
+    if update.listed:
+        return "its cache is one part of a CacheList"
+    if type(update.cache) not in (KVCache, RotatingKVCache):
+        return f"keeps its keys in a {type(update.cache).__name__}"
+    return None
+
+
+def _rope(log: _LayerLog, later: _LayerLog) -> RopeSpec | None:
+    """The rotation of the cached keys, if it is the same at every position."""
+    call = log.updates[0].rope
+    other = later.updates[0].rope if later.updates else None
+    if call is None or other is None or call.before.ndim != 4:
+        return None
+    spec = rope_spec(call)
+    at = other.offset if isinstance(other.offset, int) else np.array(other.offset)
+    return spec if rope_spec(other) == spec and np.all(np.equal(at, LATER)) else None
+
+
+def rope_spec(call: RopeCall) -> RopeSpec:
+    """The rotation as `mx.fast.rope` does it: base^(-2i/dims) * scale, or scale / freqs."""
+    if call.freqs is not None:
+        freqs = np.array(call.freqs.astype(mx.float32)).astype(np.float64)
+        inverse = call.scale / freqs  # infinite: that pair is not turned
+    else:
+        base = 10000.0 if call.base is None else call.base
+        exponents = -np.arange(0, call.dims, 2, dtype=np.float64) / call.dims
+        inverse = call.scale * base**exponents
+    values = inverse.astype(np.float32)
+    return RopeSpec(call.dims, call.traditional, tuple(float(v) for v in values))

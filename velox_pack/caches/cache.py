@@ -1,0 +1,245 @@
+"""The one cache: exact sinks, codes, an exact window, composed by a plan.
+
+Order of tokens: `sinks | codes | recent`, together `offset` tokens. A chunk attends to itself
+exactly and to the past through its codes; it is encoded after its attention, never before.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import create_attention_mask
+
+from velox_pack.caches.codecs.base import Packed, rows
+from velox_pack.caches.plan import LayerPlan, lookup
+from velox_pack.manifests.errors import RecipeError
+
+
+class Pending:
+    """Stands for keys or values on their way from `update_and_fetch` to attention.
+
+    Models pass it on untouched; the router hands it back to the cache. It looks like the array
+    of all keys (or values) so far where models ask for shape or dtype.
+    """
+
+    def __init__(self, cache: Any, shape: tuple[int, ...], dtype: mx.Dtype) -> None:
+        self.cache = cache
+        self.shape = shape
+        self.dtype = dtype
+        self.ndim = len(shape)
+
+
+def _copy(x: mx.array, start: int, stop: int) -> mx.array:
+    """Rows `start:stop` as an array of its own: a slice would keep the whole buffer alive."""
+    return mx.take(x, mx.arange(start, stop), axis=2)
+
+
+def _join(parts: Sequence[mx.array | None]) -> mx.array:
+    given = [p for p in parts if p is not None]
+    held = [p for p in given if p.shape[2]] or given[:1]
+    return held[0] if len(held) == 1 else mx.concatenate(held, axis=2)
+
+
+def _append(old: Packed, new: Packed) -> Packed:
+    if not old:
+        return new
+    return tuple(mx.concatenate([a, b], axis=2) for a, b in zip(old, new, strict=True))
+
+
+class VeloxCache:
+    """Keys and values of one layer, packed. Follows mlx-lm's cache contract."""
+
+    def __init__(self, plan: LayerPlan, fingerprint: str, layer: int) -> None:
+        self._plan: LayerPlan | None = plan
+        self.fingerprint = fingerprint
+        self.layer = layer
+        self._reset()
+
+    def _reset(self) -> None:
+        self.offset = 0
+        self.sinks: Packed = ()
+        self.codes: tuple[Packed, Packed] = ((), ())
+        self.recent: Packed = ()
+        self._pending: Packed = ()
+
+    @property
+    def plan(self) -> LayerPlan:
+        """The layer's plan; a cache from a file finds it among the loaded bundles."""
+        if self._plan is None:
+            self._plan = lookup(self.fingerprint, self.layer)
+        return self._plan
+
+    # ---- what the model calls
+
+    def make_mask(self, N: int, *args: Any, **kwargs: Any) -> Any:
+        """Answer as a plain cache at the true offset would: models share one mask for all layers."""
+        return create_attention_mask(N, *args, offset=self.offset, **kwargs)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
+        """Take `[B, H, L, D]` keys (after RoPE) and values; answer with what attention gets.
+
+        For a routed model that is a pair of handles; otherwise everything decoded.
+        """
+        self._commit()
+        self._pending = (keys, values)
+        self.offset += keys.shape[2]
+        if not self.plan.routed:
+            joined = self._all(keys.dtype)
+            self._commit()
+            return joined
+        shape = (keys.shape[0], keys.shape[1], self.offset)
+        return (
+            Pending(self, (*shape, keys.shape[-1]), keys.dtype),
+            Pending(self, (*shape, values.shape[-1]), values.dtype),
+        )
+
+    def attend(
+        self, queries: mx.array, scale: float, mask: Any, sinks: mx.array | None
+    ) -> mx.array:
+        """Attention of the pending chunk, `[B, Hq, L, D]`; then the chunk is put away."""
+        keys, values = self._all(queries.dtype)
+        out = mx.fast.scaled_dot_product_attention(
+            queries, keys, values, scale=scale, mask=mask, sinks=sinks
+        )
+        self._commit()
+        return out
+
+    # ---- keeping
+
+    def _all(self, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
+        """Everything decoded, the pending chunk included, in order of position."""
+        plan = self.plan
+        both = []
+        for i, codec in enumerate((plan.keys, plan.values)):
+            coded = codec.decode(self.codes[i], plan.sinks, dtype) if self.codes[i] else None
+            parts = [p[i] if p else None for p in (self.sinks, self.recent, self._pending)]
+            both.append(_join([parts[0], coded, parts[1], parts[2]]))
+        return both[0], both[1]
+
+    def _commit(self) -> None:
+        """Move the pending chunk into sinks, window and codes."""
+        if not self._pending:
+            return
+        plan, new = self.plan, self._pending
+        self._pending = ()
+        held = self.sinks[0].shape[2] if self.sinks else 0
+        take = min(plan.sinks - held, new[0].shape[2])
+        if take > 0:
+            first = tuple(_copy(a, 0, take) for a in new)
+            self.sinks = _append(self.sinks, first)
+            new = tuple(a[:, :, take:] for a in new)
+        recent = _append(self.recent, new)
+        coded = self._coded()
+        ready = plan.boundary(self.offset) - plan.sinks - coded
+        if ready > 0:
+            start = plan.sinks + coded
+            self.codes = (
+                _append(self.codes[0], plan.keys.encode(recent[0][:, :, :ready], start)),
+                _append(self.codes[1], plan.values.encode(recent[1][:, :, :ready], start)),
+            )
+        length = recent[0].shape[2]
+        self.recent = tuple(_copy(a, max(ready, 0), length) for a in recent)
+
+    def settle(self) -> None:
+        """Put a chunk away whose attention never came (a model that does not attend with it)."""
+        self._commit()
+
+    def _coded(self) -> int:
+        """Tokens in codes."""
+        return rows(self.codes[0], self.plan.keys)
+
+    def trim(self, n: int) -> int:
+        """Forget the last `n` tokens; what is in codes stays in codes.
+
+        A group of tokens that can only be decoded together and is cut in the middle comes back
+        to the window in its decoded form.
+        """
+        self._commit()
+        n = min(self.offset, n)
+        self.offset -= n
+        plan = self.plan
+        recent = self.recent[0].shape[2] if self.recent else 0
+        if n <= recent:
+            self.recent = tuple(_copy(a, 0, recent - n) for a in self.recent)
+            return n
+        if self.offset <= plan.sinks:
+            self.codes, self.recent = ((), ()), ()
+            self.sinks = tuple(_copy(a, 0, self.offset) for a in self.sinks)
+            return n
+        keep = self.offset - plan.sinks
+        dtype = self.recent[0].dtype if self.recent else self.sinks[0].dtype
+        cut = keep // plan.flush * plan.flush if self._grouped() else keep
+        tail = []
+        codes = []
+        for codec, packed in zip((plan.keys, plan.values), self.codes, strict=True):
+            if cut < keep:
+                tail.append(_copy(codec.decode(packed, plan.sinks, dtype), cut, keep))
+            whole = cut // codec.granularity
+            codes.append(tuple(_copy(a, 0, whole) for a in packed) if whole else ())
+        self.codes = (codes[0], codes[1])
+        self.recent = tuple(tail)
+        return n
+
+    def _grouped(self) -> bool:
+        return max(self.plan.keys.granularity, self.plan.values.granularity) > 1
+
+    # ---- what mlx-lm asks
+
+    @property
+    def state(self) -> list[Any]:
+        """Flat list of scalars and packed arrays; reading it is cheap."""
+        self._commit()
+        pairs = [*(self.sinks or (None, None)), *(self.recent or (None, None))]
+        codes_k, codes_v = self.codes
+        scalars = [self.fingerprint, self.layer, self.offset, len(codes_k)]
+        return [*scalars, *pairs, *codes_k, *codes_v]
+
+    @state.setter
+    def state(self, value: Sequence[Any]) -> None:
+        if len(value) < 8 or not isinstance(value[0], str):
+            raise RecipeError("this is not the state of a velox-pack cache")
+        fingerprint, layer, offset, n_k = value[:4]
+        self._reset()
+        self.fingerprint, self.layer, self.offset = fingerprint, int(layer), int(offset)
+        sink_k, sink_v, recent_k, recent_v = value[4:8]
+        self.sinks = () if sink_k is None else (sink_k, sink_v)
+        self.recent = () if recent_k is None else (recent_k, recent_v)
+        codes = tuple(value[8:])
+        self.codes = (codes[: int(n_k)], codes[int(n_k) :])
+
+    @classmethod
+    def from_state(cls, state: Sequence[Any]) -> "VeloxCache":
+        """Rebuild a cache; it finds its plan at first use, among the loaded bundles."""
+        cache = cls.__new__(cls)
+        cache._plan = None
+        cache.state = state
+        return cache
+
+    def is_trimmable(self) -> bool:
+        """Any number of tokens can be forgotten."""
+        return True
+
+    def empty(self) -> bool:
+        """Whether no token has been seen."""
+        return self.offset == 0
+
+    def size(self) -> int:
+        """Tokens seen."""
+        return self.offset
+
+    def arrays(self) -> list[mx.array]:
+        """All arrays that this sequence holds."""
+        held = (self.sinks, self.recent, self._pending, *self.codes)
+        return [a for group in held for a in group]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of state, found by walking the arrays."""
+        return sum(a.nbytes for a in self.arrays())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "VeloxCache":
+        """Arrays are never written in place, so a copy may share them; the plan is shared."""
+        other = type(self).__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        return other
+

@@ -1,0 +1,68 @@
+"""Affine rounding in groups, along the channels of a token or along the tokens of a channel."""
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from velox_pack.caches.codecs.base import Packed
+from velox_pack.manifests.errors import RecipeError
+
+GROUPS = (32, 64, 128)
+BITS = (2, 3, 4, 5, 6, 8)
+
+
+@dataclass(frozen=True)
+class Affine:
+    """`mx.quantize`'s affine format: codes, and a float16 scale and bias per group.
+
+    `axis="token"` groups channels of one token (KIVI's values, mlx-lm's QuantizedKVCache);
+    `axis="channel"` groups `group` consecutive tokens of one channel (KIVI's keys), and then
+    tokens can only be encoded `group` at a time.
+    """
+
+    bits: int
+    group: int
+    dim: int
+    axis: str = "token"
+
+    def __post_init__(self) -> None:
+        """Check what can be checked before anything is encoded."""
+        if self.bits not in BITS:
+            raise RecipeError(f"affine: bits={self.bits} is not one of {BITS}")
+        if self.group not in GROUPS:
+            raise RecipeError(f"affine: group={self.group} is not one of {GROUPS}")
+        if self.axis not in ("token", "channel"):
+            raise RecipeError(f"affine: axis={self.axis!r} is neither token nor channel")
+        if self.axis == "token" and self.dim % self.group:
+            raise RecipeError(
+                f"affine: group={self.group} does not divide the head dim {self.dim}; "
+                "choose a smaller group or axis=channel"
+            )
+
+    @property
+    def granularity(self) -> int:
+        """Tokens per group when channels are grouped along tokens, else 1."""
+        return self.group if self.axis == "channel" else 1
+
+    def encode(self, x: mx.array, start: int) -> Packed:
+        """Quantize `[B, H, N, D]`; the scale and bias are rounded to float16 before use."""
+        if self.axis == "channel":
+            B, H, N, D = x.shape
+            x = x.reshape(B, H, N // self.group, self.group, D).swapaxes(3, 4)
+        codes, scales, biases = mx.quantize(x, group_size=self.group, bits=self.bits)
+        return codes, scales.astype(mx.float16), biases.astype(mx.float16)
+
+    def decode(self, packed: Packed, start: int, dtype: mx.Dtype) -> mx.array:
+        """Give `[B, H, N, D]` back."""
+        codes, scales, biases = packed
+        x = mx.dequantize(
+            codes, scales.astype(dtype), biases.astype(dtype), group_size=self.group, bits=self.bits
+        )
+        if self.axis == "channel":
+            B, H, n, D, group = x.shape
+            x = x.swapaxes(3, 4).reshape(B, H, n * group, D)
+        return x
+
+    def constants(self) -> list[mx.array]:
+        """Nothing is shared."""
+        return []

@@ -1,0 +1,26 @@
+"""The codec that changes nothing: the control in every comparison."""
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from velox_pack.caches.codecs.base import Packed
+
+
+@dataclass(frozen=True)
+class Exact:
+    """Stores rows as they come."""
+
+    granularity: int = 1
+
+    def encode(self, x: mx.array, start: int) -> Packed:
+        """Keep `[B, H, N, D]` as it is."""
+        return (x,)
+
+    def decode(self, packed: Packed, start: int, dtype: mx.Dtype) -> mx.array:
+        """Give the rows back in `dtype`."""
+        return packed[0].astype(dtype)
+
+    def constants(self) -> list[mx.array]:
+        """Nothing is shared."""
+        return []

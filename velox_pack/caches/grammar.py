@@ -1,0 +1,74 @@
+"""The grammar of recipes: `name:key=value,key=value+name:...`."""
+
+from dataclasses import dataclass, fields
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from velox_pack.manifests.errors import RecipeError
+
+
+@dataclass(frozen=True)
+class Part:
+    """One `name:key=value,...` of a recipe, still text."""
+
+    name: str
+    options: tuple[tuple[str, str], ...]
+
+
+def parse(text: str) -> list[Part]:
+    """Split a recipe into its parts.
+
+    Raises RecipeError for empty parts, options without a value and options given twice.
+    """
+    parts = []
+    for piece in text.split("+"):
+        name, _, rest = piece.strip().partition(":")
+        if not name:
+            raise RecipeError(f"recipe {text!r}: a part has no name; write name:key=value+name")
+        options: dict[str, str] = {}
+        for item in filter(None, rest.split(",")):
+            key, equals, value = (s.strip() for s in item.partition("="))
+            if not equals or not key or not value:
+                raise RecipeError(f"recipe {text!r}: {item!r} is not key=value")
+            if key in options:
+                raise RecipeError(f"recipe {text!r}: {key} is given twice")
+            options[key] = value
+        parts.append(Part(name, tuple(options.items())))
+    return parts
+
+
+def _convert(cls: type, key: str, value: str, hint: Any) -> Any:
+    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    for kind in kinds:
+        try:
+            if kind in (int, float, str):
+                return kind(value)
+        except ValueError:
+            continue
+    names = " or ".join(k.__name__ for k in kinds if k is not type(None))
+    raise RecipeError(f"{cls.__name__.lower()}: {key}={value} is not {names}")
+
+
+def make(cls: type, name: str, options: tuple[tuple[str, str], ...]) -> Any:
+    """Build a recipe dataclass from text options; an unknown key lists the valid ones.
+
+    Raises RecipeError.
+    """
+    hints = get_type_hints(cls)
+    known = [f.name for f in fields(cls)]
+    given = {}
+    for key, value in options:
+        if key not in known:
+            raise RecipeError(f"{name} has no option {key}; it takes {', '.join(known) or 'none'}")
+        given[key] = _convert(cls, key, value, hints[key])
+    return cls(**given)
+
+
+def write(name: str, recipe: Any) -> str:
+    """Canonical text of a recipe part: every option, in declared order, defaults included."""
+    options = []
+    for f in fields(recipe):
+        value = getattr(recipe, f.name)
+        if value is not None:
+            options.append(f"{f.name}={value:g}" if isinstance(value, float) else f"{f.name}={value}")
+    return f"{name}:{','.join(options)}" if options else name

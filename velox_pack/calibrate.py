@@ -1,0 +1,130 @@
+"""From a job to artifacts: run the model over the text once, then fit what the plans need."""
+
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+import numpy as np
+
+from velox_pack.caches import recipes
+from velox_pack.calibrators import center, codebooks, qfilters, spectral, waterfill
+from velox_pack.calibrators.capture import LayerStatistics, capture
+from velox_pack.calibrators.stream import StreamingForward
+from velox_pack.job import Job, rope_groups
+from velox_pack.kernels.rotation import make_rotation
+from velox_pack.manifests.artifacts import Artifact, Rope, Rotation, Spectral, Widths
+from velox_pack.manifests.manifest import Layer
+
+Report = Callable[[str], None]
+A = TypeVar("A", bound=Artifact)
+
+
+def calibrate(job: Job, report: Report) -> tuple[dict[str, Artifact], dict[str, list[str]]]:
+    """All artifacts of the job by id, and the ids that each cache plan reads."""
+    covered = [layer for layer in job.layers if layer.covered]
+    artifacts: dict[str, Artifact] = {**_ropes(job)}
+    statistics: dict[int, LayerStatistics] = {}
+    if job.text is not None:
+        report(f"capturing attention over {job.text.tokens.size} tokens")
+        indices = {layer.index for layer in covered}
+        traces = [t for t in job.traces if t.index in indices]
+        streaming = StreamingForward(job.source.skeleton(), job.source.weights)
+        statistics = capture(streaming, job.text.tokens, traces, seed=job.seed)
+        artifacts |= _named("qfilters", qfilters.fit(statistics))
+    needs = job.needs
+    if "codebook" in needs:
+        artifacts["codebook-gaussian"] = codebooks.fit()
+    if "rotation" in needs:
+        for width in sorted({d for layer in covered for d in (layer.k_dim, layer.v_dim)}):
+            artifacts[f"rotation-{width}"] = _rotation(width, job.seed)
+    if "spectral-keys" in needs:
+        report("fitting spectral bases")
+        artifacts |= _named("spectral-keys", spectral.fit(statistics, "keys"))
+    if "center-values" in needs:
+        artifacts |= _named("center-values", center.fit(statistics, "values"))
+    plans = {}
+    for number, (name, plan) in enumerate(job.caches):
+        own = _bits(job, number, plan, artifacts, covered, report)
+        artifacts |= own
+        plans[name] = sorted([*own, *_shared(plan, artifacts)])
+    return artifacts, plans
+
+
+def _shared(plan: recipes.Plan, artifacts: Iterable[str]) -> list[str]:
+    """Ids of the artifacts that serve every plan with this recipe's needs."""
+    wanted = tuple(need for need in plan.recipe.needs if need != "widths")
+    return [i for i in artifacts if i.startswith(wanted)] if wanted else []
+
+
+def _named(stem: str, fitted: Iterable[A]) -> dict[str, A]:
+    """Ids for the artifacts of one kind: the stem, then stem-2, ... for layers of other shapes."""
+    return {stem if n == 0 else f"{stem}-{n + 1}": a for n, a in enumerate(fitted)}
+
+
+def _ropes(job: Job) -> dict[str, Artifact]:
+    covered = {layer.index for layer in job.layers if layer.covered}
+    found: dict[str, Artifact] = {}
+    for name, group in rope_groups([t for t in job.traces if t.index in covered]).items():
+        specs = [t.rope for t in group if t.rope is not None]
+        found[name] = Rope(
+            dims=specs[0].dims,
+            traditional=specs[0].traditional,
+            inv_freq=np.array([s.inv_freq for s in specs], dtype=np.float32),
+            layers=tuple(t.index for t in group),
+        )
+    return found
+
+
+def _rotation(width: int, seed: int) -> Rotation:
+    made = make_rotation(width, seed)
+    mix = np.ones((1, 1), np.float32) if made.mix is None else np.array(made.mix)
+    signs = np.array(made.signs).astype(np.int8)
+    return Rotation(width=width, block=made.block, signs=signs, mix=mix)
+
+
+def _bits(
+    job: Job,
+    number: int,
+    plan: recipes.Plan,
+    artifacts: dict[str, Artifact],
+    covered: list[Layer],
+    report: Report,
+) -> dict[str, Artifact]:
+    """The widths of a plan, and the allocation that they follow if RateQuant spreads its bits."""
+    wanted = plan.recipe.bits_of()
+    if wanted is None:
+        return {}
+    found: dict[str, Artifact] = {}
+    bits = {layer.index: wanted for layer in covered}
+    groups: dict[tuple[int, int], list[Layer]] = {}
+    for layer in covered:
+        groups.setdefault((layer.k_dim, layer.v_dim), []).append(layer)
+    for n, layers in enumerate(groups.values()):
+        suffix = f"{number}" if n == 0 else f"{number}-{n + 1}"
+        rows: dict[str, list[np.ndarray]] = {"keys": [], "values": []}
+        for layer in layers:
+            for part, dim, b in zip(
+                rows, (layer.k_dim, layer.v_dim), bits[layer.index], strict=True
+            ):
+                variances = _variances(plan, part, layer, dim, artifacts)
+                rows[part].append(waterfill.widths(variances, b)[0])
+        found[f"widths-{suffix}"] = Widths(
+            plan=plan.canonical,
+            bits=float(sum(wanted) / 2),
+            keys=np.stack(rows["keys"]),
+            values=np.stack(rows["values"]),
+            layers=tuple(layer.index for layer in layers),
+        )
+    return found
+
+
+def _variances(
+    plan: recipes.Plan, part: str, layer: Layer, dim: int, artifacts: dict[str, Artifact]
+) -> np.ndarray:
+    """Variances [H, D] of the coordinates that the plan codes; equal after a random rotation."""
+    if part in plan.recipe.spectral_parts:
+        for artifact in artifacts.values():
+            if isinstance(artifact, Spectral) and artifact.part == part:
+                if layer.index in artifact.layers:
+                    row: np.ndarray = artifact.variance[artifact.layers.index(layer.index)]
+                    return row / row.sum(axis=-1, keepdims=True)
+    return np.ones((1, dim))

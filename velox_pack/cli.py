@@ -1,0 +1,194 @@
+"""The command line: `velox-pack convert | inspect | verify | eval | generate | recipes`."""
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from velox_pack import __version__, blas
+from velox_pack.manifests.errors import VeloxError
+from velox_pack.show import Console, show_job, show_inspection, show_measured, show_recipes
+
+
+class _Group(click.Group):
+    """Prints any error that a user can cause as one line; `--debug` shows where it came from."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        debug = "--debug" in sys.argv[1:]
+        blas.preload()
+        try:
+            return super().main(*args, **kwargs)
+        except VeloxError as error:
+            if debug:
+                raise
+            click.echo(f"velox-pack: {error}", err=True)
+        except BrokenPipeError:
+            sys.stderr.close()
+        except OSError as error:
+            if debug:
+                raise
+            click.echo(f"velox-pack: {error.strerror or error}: {error.filename or ''}", err=True)
+        except MemoryError:
+            click.echo("velox-pack: out of memory", err=True)
+        sys.exit(1)
+
+
+def _common(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Options that every command takes, in any place."""
+    command = click.option("--debug", is_flag=True, help="Show a trace on errors.")(command)
+    return click.option("--json", "as_json", is_flag=True, help="Print data as JSON.")(command)
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="velox-pack")
+def main() -> None:
+    """Prepare language models for MLX once: packed weights, compressed caches, one bundle."""
+
+
+@main.command()
+@click.argument("source")
+@click.option("--out", required=True, type=click.Path(), help="Folder of the new bundle.")
+@click.option("--revision", help="Branch, tag or commit of a Hub repo.")
+@click.option("--cache", "caches", multiple=True, metavar="NAME:KEY=VALUE,...",
+              help="Cache recipe; repeatable, the first is the default.")  # fmt: skip
+@click.option("--weights", help="keep, overlay, lloyd:bits=4 or affine:bits=4,group=64.")
+@click.option("--calibration", type=click.Path(), help="Text to calibrate on (UTF-8).")
+@click.option("--calibration-tokens", type=click.IntRange(min=1), help="Tokens of it to use.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option("--overwrite", is_flag=True, help="Replace an existing bundle.")
+@click.option("--dry-run", is_flag=True, help="Check everything cheap, say what would be done.")
+@_common
+def convert(source: str, out: str, dry_run: bool, as_json: bool, debug: bool, **given: Any) -> None:
+    """Calibrate and pack SOURCE (a Hub repo, a folder, or `demo`) into a bundle."""
+    from velox_pack.conversion import run
+    from velox_pack.job import plan
+
+    options = {k: v for k, v in given.items() if v not in (None, ())}
+    with Console() as console:
+        job = plan(source, out, report=console.say, **options)
+        summary = job.summary()
+        if not dry_run:
+            run(job, console.say)
+    if as_json:
+        _print_json(summary | {"done": not dry_run})
+    else:
+        show_job(summary, done=not dry_run)
+
+
+@main.command()
+@click.argument("bundle", type=click.Path())
+@click.option("--memory", metavar="SIZE", help="Say what context fits, e.g. 16GB.")
+@_common
+def inspect(bundle: str, memory: str | None, as_json: bool, debug: bool) -> None:
+    """Show what is in BUNDLE and where its bytes go."""
+    from velox_pack.contents import inspect as look
+
+    found = look(bundle, memory=None if memory is None else _size(memory))
+    if as_json:
+        _print_json(found)
+    else:
+        show_inspection(found)
+
+
+@main.command()
+@click.argument("bundle", type=click.Path())
+@_common
+def verify(bundle: str, as_json: bool, debug: bool) -> None:
+    """Check every byte of BUNDLE against its manifest."""
+    from velox_pack.manifests.bundle import verify as check
+
+    with Console() as console:
+        problems = check(bundle, "sha256", lambda name, count: console.say(f"hashing {name}"))
+    if as_json:
+        _print_json({"bundle": bundle, "sound": not problems, "problems": problems})
+    elif not problems:
+        click.echo(f"{bundle}: sound")
+    if problems:
+        for problem in [] if as_json else problems:
+            click.echo(f"velox-pack: {bundle}: {problem}", err=True)
+        sys.exit(1)
+
+
+@main.command(name="eval")
+@click.argument("bundle", type=click.Path())
+@click.option("--text", type=click.Path(), help="Held-out text (UTF-8).")
+@click.option("--tokens", type=click.IntRange(min=2), default=2048, show_default=True)
+@click.option("--source", type=click.Path(), help="Where the source model lies, if it moved.")
+@_common
+def evaluate(bundle: str, as_json: bool, debug: bool, **options: Any) -> None:
+    """Measure BUNDLE against its source on held-out text; the result goes into velox.json."""
+    from velox_pack.evaluation import evaluate as measure
+
+    with Console() as console:
+        result = measure(bundle, report=console.say, **options)
+    if as_json:
+        _print_json(result)
+    else:
+        show_measured(result)
+
+
+@main.command()
+@click.argument("bundle")
+@click.option("--prompt", required=True, help="Text to go on from.")
+@click.option("--max-tokens", type=click.IntRange(min=1), default=100, show_default=True)
+@click.option("--temp", type=click.FloatRange(min=0), default=0.0, show_default=True)
+@click.option("--cache", help="Cache plan; `none` for mlx-lm's own cache.")
+@click.option("--revision", help="Branch, tag or commit of a Hub repo.")
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--raw", is_flag=True, help="Do not apply the chat template.")
+@_common
+def generate(
+    bundle: str, prompt: str, cache: str | None, revision: str | None, as_json: bool, debug: bool,
+    **options: Any,
+) -> None:  # fmt: skip
+    """Load BUNDLE and go on from a prompt."""
+    from velox_pack.speak import speak
+
+    pieces = []
+    with Console() as console:
+        for piece in speak(bundle, prompt, cache, revision, console.say, **options):
+            pieces.append(piece)
+            if not as_json:
+                console.stop()
+                click.echo(piece, nl=False)
+    if as_json:
+        _print_json({"prompt": prompt, "text": "".join(pieces)})
+    else:
+        click.echo()
+
+
+@main.command()
+@_common
+def recipes(as_json: bool, debug: bool) -> None:
+    """List the cache recipes and their options."""
+    from velox_pack.caches.recipes import describe
+
+    rows = describe()
+    if as_json:
+        _print_json(rows)
+    else:
+        show_recipes(rows)
+
+
+def _print_json(data: Any) -> None:
+    click.echo(json.dumps(data, indent=2, ensure_ascii=False))
+
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+
+
+def _size(text: str) -> int:
+    """Bytes of `16GB`, `512M`, `1.5G`; decimal units, as disks and Activity Monitor count."""
+    number = text.strip().upper().removesuffix("B")
+    unit = number[-1:] if number[-1:] in "KMGT" else ""
+    try:
+        value = float(number.removesuffix(unit) if unit else number)
+        if not 0 < value < 1e9:
+            raise ValueError
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is not a size such as 16GB") from None
+    return int(value * _UNITS[unit])
+
+

@@ -1,0 +1,233 @@
+"""The job of one conversion: all that can be checked before anything slow starts."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from velox_pack import weights as weight_plans
+from velox_pack.caches import recipes
+from velox_pack.calibrators.text import load_text, sequences
+from velox_pack.calibrators.trace import LayerTrace, refuse_if_uncovered, trace
+from velox_pack.manifests.aligned import TensorSpec
+from velox_pack.manifests.errors import RecipeError, SourceError
+from velox_pack.manifests.files import require_space
+from velox_pack.manifests.manifest import Layer
+from velox_pack.manifests.place import check_destination
+from velox_pack.source import Source, data_folder, resolve
+
+DEFAULT_CACHES = ("spectral",)
+DEFAULT_TOKENS = 8192
+SEQUENCE = 512
+SMALL_FILES = 64 * 2**20  # room kept for the tokenizer, artifacts and padding
+
+
+@dataclass(frozen=True)
+class Text:
+    """The calibration text, tokenized: `tokens` int32 [sequences, length]."""
+
+    name: str
+    sha256: str
+    tokens: np.ndarray
+
+
+@dataclass(frozen=True)
+class Job:
+    """A conversion that has passed every cheap check.
+
+    `layers` describes each layer of the model; `specs` are the tensors to be stored, `packing`
+    says which modules become codes and which are kept and why.
+    """
+
+    source: Source
+    out: Path
+    overwrite: bool
+    seed: int
+    weights: weight_plans.WeightPlan
+    caches: tuple[tuple[str, recipes.Plan], ...]
+    traces: tuple[LayerTrace, ...]
+    layers: tuple[Layer, ...]
+    text: Text | None
+    packing: weight_plans.Packing
+    specs: dict[str, TensorSpec]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of parameters to be stored."""
+        return sum(spec.nbytes for spec in self.specs.values())
+
+    @property
+    def needs(self) -> set[str]:
+        """Artifacts that the plans need."""
+        found = {need for _, plan in self.caches for need in plan.recipe.needs}
+        if any(plan.ratequant for _, plan in self.caches):
+            found.add("allocation")
+        return found
+
+    @property
+    def captures(self) -> bool:
+        """Whether the model has to be run over calibration text."""
+        return self.text is not None
+
+    def summary(self) -> dict[str, Any]:
+        """What will be done, what is left out and why, as plain data."""
+        text = self.text
+        return {
+            "source": self.source.repo or self.source.name,
+            "out": str(self.out),
+            "weights": self.weights.encoding,
+            "weight_bytes": self.weight_bytes,
+            "caches": [name for name, _ in self.caches],
+            "coverage": {"weights": self.packing.coverage(), "caches": self._cache_coverage()},
+            "kept": [{"path": path, "reason": reason} for path, reason in self.packing.kept],
+            "calibration": None
+            if text is None
+            else {
+                "text": text.name,
+                "tokens": int(text.tokens.size),
+                "length": int(text.tokens.shape[1]),
+            },
+        }
+
+    def _cache_coverage(self) -> str:
+        """`3 of 18 layers cached by velox-pack; left to mlx-lm 15: reason`."""
+        reasons: dict[str, int] = {}
+        for layer in self.layers:
+            if not layer.covered:
+                reason = layer.reason or "no reason known"
+                reasons[reason] = reasons.get(reason, 0) + 1
+        covered = sum(layer.covered for layer in self.layers)
+        left = "".join(f"; left to mlx-lm {n}: {why}" for why, n in reasons.items())
+        return f"{covered} of {len(self.layers)} layers cached by velox-pack{left}"
+
+
+def plan(
+    source: str,
+    out: str | Path,
+    *,
+    revision: str | None = None,
+    caches: Sequence[str] = (),
+    weights: str = weight_plans.DEFAULT,
+    calibration: str | Path | None = None,
+    calibration_tokens: int = DEFAULT_TOKENS,
+    seed: int = 0,
+    overwrite: bool = False,
+    report: Any = None,
+) -> Job:
+    """Check a conversion and say what it would do; reads headers and configuration alone.
+
+    Raises SourceError, CalibrationError, RecipeError or BundleError, one line each.
+    """
+    weight_plan = weight_plans.parse(weights)
+    plans = _parse_caches(caches or DEFAULT_CACHES)
+    out = Path(out).expanduser()
+    check_destination(out, overwrite=overwrite)
+    found = resolve(source, revision, report=report)
+    if isinstance(weight_plan, weight_plans.Overlay) and found.kind != "hub":
+        raise RecipeError(
+            f"--weights overlay needs a Hub repo that others can fetch; {source} is "
+            f"{'built in' if found.kind == 'demo' else 'a local folder'}; use keep"
+        )
+    found.check_weights()
+    model = found.skeleton()
+    traces = tuple(trace(model))
+    refuse_if_uncovered(traces)
+    layers = _describe(traces)
+    if not any(layer.covered for layer in layers):
+        raise SourceError(f"{found.name}: {layers[0].reason}; there is no cache to compress")
+    _check_recipes(plans, layers)
+    packing = weight_plans.choose(model, weight_plan)
+    specs = weight_plans.specs_of(found.weights(), packing)
+    require_space(out.parent, sum(s.nbytes for s in specs.values()) + SMALL_FILES)
+    needs_text = any("spectral-keys" in p.recipe.needs or p.ratequant for _, p in plans)
+    text = None
+    if needs_text:
+        text = _tokenize(found, calibration, calibration_tokens, seed)
+    return Job(
+        source=found,
+        out=out,
+        overwrite=overwrite,
+        seed=seed,
+        weights=weight_plan,
+        caches=plans,
+        traces=traces,
+        layers=layers,
+        text=text,
+        packing=packing,
+        specs=specs,
+    )
+
+
+def _parse_caches(texts: Sequence[str]) -> tuple[tuple[str, recipes.Plan], ...]:
+    plans: dict[str, recipes.Plan] = {}
+    for text in texts:
+        if text in plans:
+            raise RecipeError(f"--cache {text} is given twice")
+        plans[text] = recipes.parse(text)
+    return tuple(plans.items())
+
+
+def _describe(traces: Sequence[LayerTrace]) -> tuple[Layer, ...]:
+    """Layers as the manifest has them; sliding ones keep mlx-lm's own cache, which is bounded."""
+    ropes = rope_groups([t for t in traces if t.covered and t.attention == "full"])
+    layers = []
+    for t in traces:
+        covered, reason = t.covered, t.reason
+        if covered and t.attention != "full":
+            covered, reason = False, f"sliding window of {t.window} tokens: its cache is bounded"
+        rope = next((name for name, group in ropes.items() if t in group), None)
+        layers.append(
+            Layer(
+                index=t.index,
+                attention=t.attention,
+                heads=t.heads,
+                kv_heads=t.kv_heads,
+                k_dim=t.k_dim,
+                v_dim=t.v_dim,
+                window=t.window,
+                rope=rope,
+                routed=t.routed,
+                covered=covered,
+                reason=reason,
+                cache_index=t.cache_index,
+            )
+        )
+    return tuple(layers)
+
+
+def rope_groups(traces: Sequence[LayerTrace]) -> dict[str, list[LayerTrace]]:
+    """Layers whose RoPE tables can be stacked, by artifact id."""
+    groups: dict[tuple[int, bool], list[LayerTrace]] = {}
+    for t in traces:
+        if t.rope is not None:
+            groups.setdefault((t.rope.dims, t.rope.traditional), []).append(t)
+    return {
+        f"rope-{dims}{'-traditional' if traditional else ''}": group
+        for (dims, traditional), group in groups.items()
+    }
+
+
+def _check_recipes(
+    plans: Sequence[tuple[str, recipes.Plan]], layers: Sequence[Layer]
+) -> None:
+    for name, plan in plans:
+        for layer in layers:
+            if layer.covered:
+                try:
+                    plan.recipe.check(layer)
+                except RecipeError as error:
+                    raise RecipeError(f"--cache {name}, layer {layer.index}: {error}") from None
+
+
+def _tokenize(source: Source, path: str | Path | None, tokens: int, seed: int) -> Text:
+    file = data_folder() / "text" / "calibration.txt" if path is None else Path(path).expanduser()
+    text = load_text(file)
+    config = source.config
+    limit = config.get("max_position_embeddings") or SEQUENCE
+    length = min(SEQUENCE, int(limit))
+    rows = sequences(source.tokenizer(), text, tokens, length, seed)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return Text("built-in" if path is None else file.name, digest, rows)
+

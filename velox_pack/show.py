@@ -1,0 +1,194 @@
+"""Tables for people: data on stdout, progress on stderr."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+import rich.console
+from rich.status import Status
+from rich.table import Table
+
+
+class Console:
+    """One line of progress on stderr: a spinner on a terminal, plain lines in a log."""
+
+    def __init__(self) -> None:
+        self._console = rich.console.Console(stderr=True, highlight=False)
+        self._status: Status | None = None
+        self._last = ""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
+    def say(self, line: str) -> None:
+        """Show what is going on now."""
+        if line == self._last:
+            return
+        self._last = line
+        if not self._console.is_terminal:
+            self._console.print(line, markup=False, soft_wrap=True)
+        elif self._status is None:
+            self._status = self._console.status(line)
+            self._status.start()
+        else:
+            self._status.update(line)
+
+    def stop(self) -> None:
+        """Clear the line."""
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
+
+
+def _out() -> rich.console.Console:
+    console = rich.console.Console(highlight=False)
+    # A pipe has no width: let no table be cut there.
+    return console if console.is_terminal else rich.console.Console(highlight=False, width=160)
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        right = column.startswith(">")
+        table.add_column(column.removeprefix(">"), justify="right" if right else "left")
+    return table
+
+
+def size(count: float) -> str:
+    """Bytes for people: decimal units."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000 or unit == "GB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    raise AssertionError
+
+
+def show_job(summary: Mapping[str, Any], *, done: bool) -> None:
+    """What a conversion did or would do."""
+    out = _out()
+    verb = "wrote" if done else "would write"
+    out.print(f"{verb} {summary['out']} from {summary['source']}", markup=False)
+    out.print(summary["coverage"]["weights"], markup=False, soft_wrap=True)
+    out.print(summary["coverage"]["caches"], markup=False, soft_wrap=True)
+    for name in summary["caches"]:
+        out.print(f"cache {name}", markup=False)
+    out.print(f"parameters take {size(summary['weight_bytes'])}", markup=False)
+    if summary["calibration"]:
+        c = summary["calibration"]
+        out.print(
+            f"calibration: {c['tokens']} tokens of {c['text']} text in sequences of {c['length']}",
+            markup=False,
+        )
+
+
+def show_inspection(found: Mapping[str, Any]) -> None:
+    """Contents of a bundle."""
+    out = _out()
+    source = found["source"]
+    name = source["repo"] or source["name"]
+    revision = f" at {source['revision'][:12]}" if source["revision"] else ""
+    out.print(
+        f"{name}{revision}, bundle format {'.'.join(map(str, found['format']))}, "
+        f"{size(found['total_bytes'])}, fingerprint {found['fingerprint']}",
+        markup=False,
+    )
+    weights = found["weights"]
+    options = ",".join(f"{k}={v}" for k, v in weights["parameters"].items())
+    out.print(
+        f"weights: {weights['encoding']}{':' + options if options else ''}, "
+        f"{size(weights['bytes'])}, {weights['packed_layers']} layers packed",
+        markup=False,
+    )
+    reasons: dict[str, int] = {}
+    for kept in weights["kept"]:
+        reasons[kept["reason"]] = reasons.get(kept["reason"], 0) + 1
+    for reason, count in reasons.items():
+        out.print(f"  kept {count}: {reason}", markup=False)
+    _show_caches(out, found)
+    table = _table("file", ">bytes")
+    for file, count in found["file_bytes"].items():
+        table.add_row(file, size(count))
+    out.print(table)
+    _show_layers(out, found["layers"])
+    if found["measured"]:
+        show_measured(found["measured"])
+
+
+def _show_caches(out: rich.console.Console, found: Mapping[str, Any]) -> None:
+    context = found.get("memory", {}).get("context", {})
+    columns = ["cache", ">bits/element", ">of plain", ">bytes/token"]
+    table = _table(*columns, *([">context that fits"] if context else []))
+    if context:
+        table.add_row("none (mlx-lm's own)", "16.00", "100.0 %", "", f"{context['none']:,}")
+    for name, cache in found["caches"].items():
+        default = " (default)" if name == found["default_cache"] else ""
+        row = [
+            f"{name}{default}",
+            f"{cache['bits_per_element']:.2f}",
+            f"{100 * cache['share_of_plain']:.1f} %",
+            f"{cache['bytes_per_token']:,.0f}",
+        ]
+        table.add_row(*row, *([f"{context[name]:,}"] if context else []))
+    out.print(table)
+    if context:
+        out.print(
+            f"context: one sequence, all of {size(found['memory']['bytes'])} given to weights and "
+            "cache; the system and activations need some too",
+            markup=False,
+        )
+
+
+def _show_layers(out: rich.console.Console, layers: Sequence[Mapping[str, Any]]) -> None:
+    table = _table(">layer", "attention", ">KV heads", ">head dim", ">weights", "cache")
+    for layer in layers:
+        dims = sorted(set(layer["head_dim"]))
+        table.add_row(
+            str(layer["index"]),
+            layer["attention"],
+            str(layer["kv_heads"]),
+            "/".join(map(str, dims)),
+            size(layer["weight_bytes"]),
+            "ours" if layer["covered"] else f"mlx-lm's: {layer['reason']}",
+        )
+    out.print(table)
+
+
+def show_measured(result: Mapping[str, Any]) -> None:
+    """Quality and bytes of a bundle."""
+    out = _out()
+    table = _table(
+        "against the source", ">bits/element", ">KL", ">KL of cache alone", ">top-1", ">perplexity"
+    )
+    table.add_row("source", "16.00", "0", "", "100.0 %", f"{result['source']['perplexity']:.2f}")
+    rows = {"packed weights, exact cache": result["weights"], **result["caches"]}
+    for name, row in rows.items():
+        table.add_row(
+            name,
+            f"{row['bits_per_element']:.2f}" if "bits_per_element" in row else "16.00",
+            f"{row['kl']:.4f}",
+            f"{row['kl_cache']:.4f}" if "kl_cache" in row else "",
+            f"{100 * row['top1_agreement']:.1f} %",
+            f"{row['perplexity']:.2f}",
+        )
+    out.print(table)
+    environment = result["environment"]
+    out.print(
+        f"{result['tokens']} tokens of {result['text']} text in windows of {result['window']}, "
+        f"generation semantics; loaded in {result['load_seconds']:.2f} s; "
+        f"{environment['device']}, {environment['dtype']}",
+        markup=False,
+        soft_wrap=True,
+    )
+
+
+def show_recipes(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Recipes and their options."""
+    out = _out()
+    table = _table("recipe", "options and defaults", "what it does")
+    for row in rows:
+        options = ", ".join(f"{k}={v}" for k, v in row["options"].items())
+        table.add_row(row["name"], options or "-", row["about"])
+    out.print(table)
+    out.print("combine with +, as in ratequant+spectral:bits=3", markup=False)

@@ -1,0 +1,42 @@
+"""Text from a bundle, piece by piece."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import mlx.core as mx
+from mlx_lm.generate import stream_generate
+from mlx_lm.sample_utils import make_sampler
+
+from velox_pack.environment import on_cpu
+from velox_pack.loader import load
+
+
+def speak(
+    bundle: str | Path,
+    prompt: str,
+    cache: str | None,
+    revision: str | None,
+    report: Callable[[str], None],
+    *,
+    max_tokens: int,
+    temp: float,
+    seed: int,
+    raw: bool,
+) -> Iterator[str]:
+    """Load a bundle and yield pieces of the text that follows `prompt`.
+
+    On MLX's CPU backend the model is computed in float32, which is fastest there.
+    """
+    report(f"loading {bundle}")
+    dtype = mx.float32 if on_cpu() else None
+    model, tokenizer = load(bundle, cache=cache, revision=revision, dtype=dtype)
+    mx.random.seed(seed)
+    tokens: str | list[int] = prompt
+    if tokenizer.has_chat_template and not raw:
+        messages = [{"role": "user", "content": prompt}]
+        tokens = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    report("generating")
+    for response in stream_generate(
+        model, tokenizer, tokens, max_tokens=max_tokens, sampler=make_sampler(temp=temp)
+    ):
+        yield response.text
