@@ -38,7 +38,7 @@ class AttentionCall:
     """One call of mlx-lm's attention: queries [B, Hq, N, Dk], keys [B, Hkv, M, Dk], values.
 
     `rope` is the rotation whose very result is `keys`, or None (no rotation, or something was done
-    to the keys after it).
+    to the keys after it). `cache` is what the model passed along, None in a streaming pass.
     """
 
     queries: mx.array
@@ -47,6 +47,7 @@ class AttentionCall:
     scale: float
     mask: mx.array | str | None
     rope: RopeCall | None
+    cache: Any
 
 
 class Watch:
@@ -106,7 +107,8 @@ def watch_attention(model: nn.Module) -> Iterator[Watch]:
         ) -> mx.array:
             nonlocal inside
             if not inside:  # a router in between may call the original by name: count once
-                call = AttentionCall(queries, keys, values, scale, mask, watch.rope_of(keys))
+                rope_call = watch.rope_of(keys)
+                call = AttentionCall(queries, keys, values, scale, mask, rope_call, cache)
                 watch.calls.append(call)
                 if not watch.attend:
                     return mx.zeros((*queries.shape[:-1], values.shape[-1]), queries.dtype)

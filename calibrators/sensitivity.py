@@ -11,7 +11,8 @@ its relative error at b bits. RoPE turns gradients and keeps their length, so th
 RoPE serves keys before it. What is returned is thus nats of KL per predicted token for D = 1.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,45 +104,66 @@ def _is_activation(value: Any, shape: tuple[int, ...]) -> bool:
     )
 
 
-def _head_gradient(
-    streaming: StreamingForward, tokens: Array, hidden: mx.array, seed: int
-) -> mx.array:
-    """Gradient at the last layer's output of -log p(y), y drawn from the model, summed."""
-    model = streaming.model
-    inject: list[mx.array] = []
+@contextmanager
+def _only_head(streaming: StreamingForward) -> Iterator[Callable[[mx.array, mx.array], mx.array]]:
+    """Inside the block: (ids [b, n], last layer's output [b, n, hidden]) -> logits, float32.
+
+    The model's own forward computes them, with layers that do nothing but the last, which answers
+    with the given output; the embedding of the ids is not needed, and so never made.
+    """
+    given: list[mx.array] = []
+    last = len(streaming.layers) - 1
 
     def make(index: int, _module: nn.Module, _original: LayerCall) -> LayerCall:
-        last = index == len(streaming.layers) - 1
-        return lambda x, *args, **kwargs: inject[-1] if last else x
+        return lambda x, *args, **kwargs: given.pop() if index == last else x
 
-    def loss(h: mx.array, ids: mx.array, key: mx.array) -> mx.array:
-        inject.append(h)
-        logits = model(ids).astype(mx.float32)
-        drawn = mx.random.categorical(mx.stop_gradient(logits), key=key)
-        return nn.losses.cross_entropy(logits, drawn, reduction="sum")
+    def logits(ids: mx.array, hidden: mx.array) -> mx.array:
+        given.append(hidden)
+        out: mx.array = streaming.model(ids)
+        return out.astype(mx.float32)
 
-    rows = []
-    key = mx.random.key(seed)
     with (
-        read_in_native_dtype(model, streaming.layers),
+        read_in_native_dtype(streaming.model, streaming.layers),
         replaced_calls(streaming.layers, make),
     ):
         streaming.fill_outside()
         try:
-            for b in range(hidden.shape[0]):
-                parts = []
-                for start in range(0, hidden.shape[1], _POSITIONS):
-                    key, own = mx.random.split(key)
-                    piece = slice(start, start + _POSITIONS)
-                    part = mx.grad(loss)(
-                        hidden[b : b + 1, piece], mx.array(tokens[b : b + 1, piece]), own
-                    )
-                    mx.eval(part)
-                    inject.clear()
-                    parts.append(part)
-                rows.append(mx.concatenate(parts, axis=1))
+            yield logits
         finally:
-            drop(model)
+            drop(streaming.model)
+
+
+def head(streaming: StreamingForward, tokens: Array, hidden: mx.array) -> mx.array:
+    """Logits float32 [n, N, vocabulary] for the output of `streaming.run(tokens)`."""
+    with _only_head(streaming) as logits:
+        out = logits(mx.array(tokens), hidden)
+        mx.eval(out)
+    return out
+
+
+def _head_gradient(
+    streaming: StreamingForward, tokens: Array, hidden: mx.array, seed: int
+) -> mx.array:
+    """Gradient at the last layer's output of -log p(y), y drawn from the model, summed."""
+    rows = []
+    key = mx.random.key(seed)
+    with _only_head(streaming) as logits:
+
+        def loss(h: mx.array, ids: mx.array, own: mx.array) -> mx.array:
+            out = logits(ids, h)
+            drawn = mx.random.categorical(mx.stop_gradient(out), key=own)
+            return nn.losses.cross_entropy(out, drawn, reduction="sum")
+
+        for b in range(hidden.shape[0]):
+            parts = []
+            for start in range(0, hidden.shape[1], _POSITIONS):
+                key, own = mx.random.split(key)
+                piece = slice(start, start + _POSITIONS)
+                ids = mx.array(tokens[b : b + 1, piece])
+                part = mx.grad(loss)(hidden[b : b + 1, piece], ids, own)
+                mx.eval(part)
+                parts.append(part)
+            rows.append(mx.concatenate(parts, axis=1))
     return mx.concatenate(rows)
 
 

@@ -69,12 +69,9 @@ class StreamingForward:
     def __init__(self, model: nn.Module, weights: Callable[[], Weights]) -> None:
         self.model = model
         self.layers: list[nn.Module] = list(model.layers)
-        named: list[Any] = list(model.named_modules())
-        names = {id(module): name for name, module in named}
+        names = {id(module): name for name, module in model.named_modules()}
         self._prefixes = [names[id(layer)] + "." for layer in self.layers]
-        self._expected = [
-            {name for name, _ in tree_flatten(layer.parameters())} for layer in self.layers
-        ]
+        self._expected = [set(dict(pairs(layer))) for layer in self.layers]
         self._weights = weights
         for module in (*self.layers, model):
             drop(module)
@@ -218,6 +215,12 @@ def sequence_of(
         return value[b : b + 1] if batched else value
 
     return [cut(a) for a in args], {k: cut(v) for k, v in kwargs.items()}
+
+
+def pairs(module: nn.Module) -> list[tuple[str, mx.array]]:
+    """(name, parameter) of all parameters."""
+    flat: list[Any] = list(tree_flatten(module.parameters()))
+    return flat
 
 
 def drop(module: nn.Module) -> None:

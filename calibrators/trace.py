@@ -23,6 +23,7 @@ from velox_pack.calibrators.hooks import (
 )
 from velox_pack.manifests.errors import CalibrationError
 
+_Borrowed = dict[int, int | None]
 AttentionKind = Literal["full", "sliding", "none", "other"]
 
 TOKENS = 8
@@ -195,21 +196,30 @@ def _spy_update(
     return spy
 
 
-def _borrowed(logs: Sequence[_LayerLog]) -> dict[int, int]:
-    """Layers whose attention reads the keys or values of another: {borrower: lender}."""
+def _borrowed(logs: Sequence[_LayerLog]) -> _Borrowed:
+    """Layers whose attention reads what another layer keeps: {borrower: lender, None if unknown}.
+
+    A lender is known by its very keys or values, or by its cache.
+    """
     owner = {
-        id(a): i for i, log in enumerate(logs) for u in log.updates for a in (u.keys, u.values)
+        id(thing): i
+        for i, log in enumerate(logs)
+        for update in log.updates
+        for thing in (update.keys, update.values, update.cache)
     }
-    pairs: dict[int, int] = {}
+    pairs: _Borrowed = {}
     for i, log in enumerate(logs):
         for call in log.calls:
-            lender = owner.get(id(call.keys), owner.get(id(call.values), i))
-            if lender != i:
-                pairs[i] = lender
+            things = (call.keys, call.values, call.cache)
+            lenders = {owner[id(thing)] for thing in things if id(thing) in owner}
+            if not log.updates:
+                pairs[i] = min(lenders, default=None)
+            elif lenders - {i}:
+                pairs[i] = min(lenders - {i})
     return pairs
 
 
-def _describe(index: int, log: _LayerLog, later: _LayerLog, borrowed: dict[int, int]) -> LayerTrace:
+def _describe(index: int, log: _LayerLog, later: _LayerLog, borrowed: _Borrowed) -> LayerTrace:
     kind, window = _kind(log)
     call = log.calls[0] if log.calls else None
     update = log.updates[0] if log.updates else None
@@ -242,18 +252,22 @@ def _kind(log: _LayerLog) -> tuple[AttentionKind, int | None]:
     return ("full" if type(cache) is KVCache else "other"), None
 
 
-def _reason(index: int, log: _LayerLog, borrowed: dict[int, int]) -> str | None:
+def _reason(index: int, log: _LayerLog, borrowed: _Borrowed) -> str | None:
     """Why this layer cannot be handled, or None."""
     lends_to = [i for i, lender in borrowed.items() if lender == index]
     update = log.updates[0] if log.updates else None
     if log.runs != 1:
         return f"the model calls this layer {log.runs} times as a whole in one pass"
     if index in borrowed:
-        return f"shares the keys and values of layer {borrowed[index]}"
+        lender = borrowed[index]
+        whose = "that it does not cache" if lender is None else f"of layer {lender}"
+        return f"attends to keys and values {whose}"
     if lends_to:
         return f"lends its keys and values to {_span(lends_to)}"
     if update is None:
-        return "attention over keys that it does not cache" if log.calls else "no attention"
+        return "no attention"
+    if None in borrowed.values():  # any layer may be the one that lends
+        return "may lend its keys and values: some layer attends to keys that it does not cache"
     if len(log.updates) > 1 or len(log.calls) > 1:
         return f"attends {max(len(log.updates), len(log.calls))} times in one pass"
     if not log.calls:

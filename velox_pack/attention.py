@@ -5,7 +5,6 @@ that name in the modules of one model, when a bundle is loaded; it acts on our h
 passes everything else to the function that was there.
 """
 
-import sys
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -42,14 +41,19 @@ def _router(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
 
 
 def install(model: nn.Module) -> list[str]:
-    """Route the attention of `model`'s own modules; return the names of those routed."""
-    routed = []
-    for name in sorted({type(m).__module__ for _, m in model.named_modules()}):
-        module = sys.modules.get(name)
-        original = getattr(module, NAME, None)
-        if module is None or original is None:
+    """Route the attention of `model`'s own modules; return the names of those routed.
+
+    The modules are found through the functions of the model's classes, so that inherited ones and
+    those of a file that is no entry of `sys.modules` are among them.
+    """
+    classes = {cls for module in model.modules() for cls in type(module).__mro__}
+    routed = set()
+    for function in (f for cls in classes for f in vars(cls).values()):
+        space = getattr(function, "__globals__", {})
+        original = space.get(NAME)
+        if original is None:
             continue
         if not getattr(original, "velox", False):
-            setattr(module, NAME, _router(original))
-        routed.append(name)
-    return routed
+            space[NAME] = _router(original)
+        routed.add(space["__name__"])
+    return sorted(routed)

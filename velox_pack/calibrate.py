@@ -6,8 +6,9 @@ from typing import TypeVar
 import numpy as np
 
 from velox_pack.caches import recipes
-from velox_pack.calibrators import center, codebooks, qfilters, spectral, waterfill
+from velox_pack.calibrators import center, codebooks, qfilters, ratequant, sensitivity, spectral, waterfill
 from velox_pack.calibrators.capture import LayerStatistics, capture
+from velox_pack.calibrators.sensitivity import Sensitivity
 from velox_pack.calibrators.stream import StreamingForward
 from velox_pack.job import Job, rope_groups
 from velox_pack.kernels.rotation import make_rotation
@@ -16,6 +17,7 @@ from velox_pack.manifests.manifest import Layer
 
 Report = Callable[[str], None]
 A = TypeVar("A", bound=Artifact)
+SENSITIVITY_SEQUENCES = 8  # a backward pass costs more than a forward one and needs fewer tokens
 
 
 def calibrate(job: Job, report: Report) -> tuple[dict[str, Artifact], dict[str, list[str]]]:
@@ -31,6 +33,12 @@ def calibrate(job: Job, report: Report) -> tuple[dict[str, Artifact], dict[str, 
         statistics = capture(streaming, job.text.tokens, traces, seed=job.seed)
         artifacts |= _named("qfilters", qfilters.fit(statistics))
     needs = job.needs
+    measured: Sensitivity | None = None
+    if job.text is not None and "allocation" in needs:
+        report("measuring sensitivities")
+        few = job.text.tokens[:SENSITIVITY_SEQUENCES]
+        streaming = StreamingForward(job.source.skeleton(), job.source.weights)
+        measured = sensitivity.measure(streaming, few, traces, statistics, seed=job.seed)
     if "codebook" in needs:
         artifacts["codebook-gaussian"] = codebooks.fit()
     if "rotation" in needs:
@@ -43,7 +51,7 @@ def calibrate(job: Job, report: Report) -> tuple[dict[str, Artifact], dict[str, 
         artifacts |= _named("center-values", center.fit(statistics, "values"))
     plans = {}
     for number, (name, plan) in enumerate(job.caches):
-        own = _bits(job, number, plan, artifacts, covered, report)
+        own = _bits(number, plan, artifacts, covered, measured)
         artifacts |= own
         plans[name] = sorted([*own, *_shared(plan, artifacts)])
     return artifacts, plans
@@ -82,12 +90,11 @@ def _rotation(width: int, seed: int) -> Rotation:
 
 
 def _bits(
-    job: Job,
     number: int,
     plan: recipes.Plan,
     artifacts: dict[str, Artifact],
     covered: list[Layer],
-    report: Report,
+    measured: Sensitivity | None,
 ) -> dict[str, Artifact]:
     """The widths of a plan, and the allocation that they follow if RateQuant spreads its bits."""
     wanted = plan.recipe.bits_of()
@@ -95,36 +102,71 @@ def _bits(
         return {}
     found: dict[str, Artifact] = {}
     bits = {layer.index: wanted for layer in covered}
+    if plan.ratequant and measured is not None:
+        found, bits = _allocate(number, plan, artifacts, covered, measured)
     groups: dict[tuple[int, int], list[Layer]] = {}
     for layer in covered:
         groups.setdefault((layer.k_dim, layer.v_dim), []).append(layer)
     for n, layers in enumerate(groups.values()):
-        suffix = f"{number}" if n == 0 else f"{number}-{n + 1}"
         rows: dict[str, list[np.ndarray]] = {"keys": [], "values": []}
         for layer in layers:
-            for part, dim, b in zip(
-                rows, (layer.k_dim, layer.v_dim), bits[layer.index], strict=True
-            ):
-                variances = _variances(plan, part, layer, dim, artifacts)
-                rows[part].append(waterfill.widths(variances, b)[0])
-        found[f"widths-{suffix}"] = Widths(
+            for part, given in zip(rows, bits[layer.index], strict=True):
+                variances = _variances(plan, part, layer, artifacts)
+                rows[part].append(waterfill.widths(variances, given)[0])
+        widths = Widths(
             plan=plan.canonical,
-            bits=float(sum(wanted) / 2),
+            bits=_average(wanted, covered),
             keys=np.stack(rows["keys"]),
             values=np.stack(rows["values"]),
             layers=tuple(layer.index for layer in layers),
         )
+        found[f"widths-{number}" if n == 0 else f"widths-{number}-{n + 1}"] = widths
     return found
 
 
+def _average(wanted: tuple[float, float], covered: list[Layer]) -> float:
+    """Average bits per element of all covered layers."""
+    keys = sum(layer.kv_heads * layer.k_dim for layer in covered)
+    values = sum(layer.kv_heads * layer.v_dim for layer in covered)
+    return (wanted[0] * keys + wanted[1] * values) / (keys + values)
+
+
+def _allocate(
+    number: int,
+    plan: recipes.Plan,
+    artifacts: dict[str, Artifact],
+    covered: list[Layer],
+    measured: Sensitivity,
+) -> tuple[dict[str, Artifact], dict[int, tuple[float, float]]]:
+    """RateQuant's bits for keys and values of each layer, from this plan's own distortion."""
+    curves = {
+        part: {
+            layer.index: ratequant.lloyd_distortion(
+                _variances(plan, part, layer, artifacts), getattr(measured, part)[layer.index]
+            )
+            for layer in covered
+        }
+        for part in ("keys", "values")
+    }
+    dims = {layer.index: (layer.k_dim, layer.v_dim) for layer in covered}
+    target = _average(plan.recipe.bits_of(), covered)
+    found = ratequant.allocate(measured, curves["keys"], curves["values"], target, dims)
+    bits = {
+        layer: (float(a.keys[row]), float(a.values[row]))
+        for a in found
+        for row, layer in enumerate(a.layers)
+    }
+    named: dict[str, Artifact] = {**_named(f"allocation-{number}", found)}
+    return named, bits
+
+
 def _variances(
-    plan: recipes.Plan, part: str, layer: Layer, dim: int, artifacts: dict[str, Artifact]
+    plan: recipes.Plan, part: str, layer: Layer, artifacts: dict[str, Artifact]
 ) -> np.ndarray:
     """Variances [H, D] of the coordinates that the plan codes; equal after a random rotation."""
     if part in plan.recipe.spectral_parts:
-        for artifact in artifacts.values():
-            if isinstance(artifact, Spectral) and artifact.part == part:
-                if layer.index in artifact.layers:
-                    row: np.ndarray = artifact.variance[artifact.layers.index(layer.index)]
-                    return row / row.sum(axis=-1, keepdims=True)
-    return np.ones((1, dim))
+        for a in artifacts.values():
+            if isinstance(a, Spectral) and a.part == part and layer.index in a.layers:
+                row: np.ndarray = a.variance[a.layers.index(layer.index)]
+                return row / row.sum(axis=-1, keepdims=True)
+    return np.ones((layer.kv_heads, layer.k_dim if part == "keys" else layer.v_dim))

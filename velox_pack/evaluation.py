@@ -7,7 +7,7 @@ an exact cache, so that weights and cache can be judged apart.
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from velox_pack import known_sources
 from velox_pack.caches.plan import ModelPlan
-from velox_pack.calibrators.text import load_text
+from velox_pack.calibrators.text import load_text, sequences
 from velox_pack.door import cache_plan
 from velox_pack.environment import describe, fast_dtype
 from velox_pack.loader import load_model
@@ -115,7 +115,7 @@ def evaluate(
     plans = {plan.name: cache_plan(bundle, plan.name) for plan in bundle.manifest.caches}
     against_source: dict[str, Score] = {name: Score() for name in ("source", "weights", *plans)}
     against_exact: dict[str, Score] = {name: Score() for name in plans}
-    windows = list(_windows(original, content, tokens))
+    windows = _windows(original, content, tokens)
     mx.reset_peak_memory()
     for number, ids in enumerate(windows):
         say(f"window {number + 1} of {len(windows)}: {ids.size} tokens, {1 + len(plans)} ways")
@@ -131,8 +131,8 @@ def evaluate(
     result: dict[str, Any] = {
         "text": "built-in held-out" if text is None else file.name,
         "text_sha256": hashlib.sha256(content.encode()).hexdigest(),
-        "tokens": int(sum(w.size for w in windows)),
-        "window": WINDOW,
+        "tokens": int(windows.size),
+        "window": int(windows.shape[1]),
         "environment": describe() | {"dtype": str(dtype).removeprefix("mlx.core.")},
         "load_seconds": round(seconds, 3),
         "source": {"perplexity": against_source["source"].result()["perplexity"]},
@@ -171,20 +171,7 @@ def _source_model(source: Source, dtype: mx.Dtype) -> nn.Module:
     return model
 
 
-def _windows(source: Source, text: str, tokens: int) -> Iterator[np.ndarray]:
-    """Consecutive windows of the text, each led by the tokenizer's own first token, if any."""
-    tokenizer = source.tokenizer()
+def _windows(source: Source, text: str, tokens: int) -> np.ndarray:
+    """Windows int32 [n, length] from stretches spread over the text: every kind in it counts."""
     limit = int(source.config.get("max_position_embeddings") or WINDOW)
-    length = min(WINDOW, limit, tokens)
-    ids = np.array(tokenizer.encode(text), dtype=np.int32)
-    count = min(max(1, tokens // length), ids.size // length)
-    if count < 1 or length < 2:
-        raise VeloxError(f"the text has {ids.size} tokens; at least {max(length, 2)} are needed")
-    first = ids[:1] if tokenizer.bos_token_id is not None and ids[0] == tokenizer.bos_token_id else []
-    body = ids[len(first) :]
-    step = length - len(first)
-    # Spread over the whole text, so that every kind in it counts.
-    starts = np.linspace(0, body.size - step, count).astype(int)
-    for start in starts:
-        yield np.concatenate([np.array(first, dtype=np.int32), body[start : start + step]])
-
+    return sequences(source.tokenizer(), text, tokens, min(WINDOW, limit, tokens), seed=0)

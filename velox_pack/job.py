@@ -18,7 +18,7 @@ from velox_pack.manifests.manifest import Layer
 from velox_pack.manifests.place import check_destination
 from velox_pack.source import Source, data_folder, resolve
 
-DEFAULT_CACHES = ("spectral",)
+DEFAULT_CACHES = ("ratequant+spectral",)
 DEFAULT_TOKENS = 8192
 SEQUENCE = 512
 SMALL_FILES = 64 * 2**20  # room kept for the tokenizer, artifacts and padding

@@ -83,7 +83,8 @@ class OnePassCache:
             mask = mask[..., start:stop, :]
         if mask.dtype == mx.bool_:
             mask = mx.where(mask, 0.0, -mx.inf)
-        return mask.astype(mx.float32)
+        added: mx.array = mask.astype(mx.float32)
+        return added
 
 
 def _attend(

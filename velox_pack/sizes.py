@@ -53,18 +53,15 @@ def held(layer: Layer, plan: LayerPlan, counts: Sequence[int]) -> int:
 
 def cache_bytes(layers: Sequence[Layer], plan: ModelPlan) -> CacheBytes:
     """Count the covered layers' caches. Layers that mlx-lm caches itself are not in the figure."""
-    state, elements, per_token = 0, 0, 0.0
-    for layer in layers:
-        own = plan.layers.get(layer.index)
-        if own is None:
-            continue
-        counts = [PROMPT, *([1] * GENERATED)]
-        now = held(layer, own, counts)
-        further = held(layer, own, [PROMPT + GENERATED + 8 * own.flush]) - held(
-            layer, own, [PROMPT + GENERATED]
-        )
-        state += now
-        per_token += further / (8 * own.flush)
-        elements += (PROMPT + GENERATED) * layer.kv_heads * (layer.k_dim + layer.v_dim)
+    covered = [(layer, plan.layers[layer.index]) for layer in layers if layer.index in plan.layers]
+    tokens = PROMPT + GENERATED
+    state = sum(held(layer, own, [PROMPT, *([1] * GENERATED)]) for layer, own in covered)
+    # Before longer caches make the RoPE tables grow.
     constants = sum(a.nbytes for a in plan.constants())
+    per_token = 0.0
+    for layer, own in covered:
+        more = 8 * own.flush
+        further = held(layer, own, [tokens + more]) - held(layer, own, [tokens])
+        per_token += further / more
+    elements = sum(tokens * layer.kv_heads * (layer.k_dim + layer.v_dim) for layer, _ in covered)
     return CacheBytes(state, constants, elements, per_token)

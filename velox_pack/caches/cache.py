@@ -5,12 +5,13 @@ exactly and to the past through its codes; it is encoded after its attention, ne
 """
 
 from collections.abc import Sequence
+from math import lcm
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import create_attention_mask
 
-from velox_pack.caches.codecs.base import Packed, rows
+from velox_pack.caches.codecs.base import Codec, Packed, copy_rows, rows
 from velox_pack.caches.plan import LayerPlan, lookup
 from velox_pack.manifests.errors import RecipeError
 
@@ -29,11 +30,6 @@ class Pending:
         self.ndim = len(shape)
 
 
-def _copy(x: mx.array, start: int, stop: int) -> mx.array:
-    """Rows `start:stop` as an array of its own: a slice would keep the whole buffer alive."""
-    return mx.take(x, mx.arange(start, stop), axis=2)
-
-
 def _join(parts: Sequence[mx.array | None]) -> mx.array:
     given = [p for p in parts if p is not None]
     held = [p for p in given if p.shape[2]] or given[:1]
@@ -44,6 +40,12 @@ def _append(old: Packed, new: Packed) -> Packed:
     if not old:
         return new
     return tuple(mx.concatenate([a, b], axis=2) for a, b in zip(old, new, strict=True))
+
+
+def _span(packed: Packed, codec: Codec, start: int, stop: int) -> Packed:
+    """Codes of the coded tokens `start:stop`, whole groups."""
+    first, last = start // codec.granularity, stop // codec.granularity
+    return tuple(copy_rows(a, first, last) for a in packed) if first < last else ()
 
 
 class VeloxCache:
@@ -72,7 +74,7 @@ class VeloxCache:
     # ---- what the model calls
 
     def make_mask(self, N: int, *args: Any, **kwargs: Any) -> Any:
-        """Answer as a plain cache at the true offset would: models share one mask for all layers."""
+        """Answer as a plain cache at the true offset would: a model's layers share one mask."""
         return create_attention_mask(N, *args, offset=self.offset, **kwargs)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
@@ -80,10 +82,11 @@ class VeloxCache:
 
         For a routed model that is a pair of handles; otherwise everything decoded.
         """
+        plan = self.plan  # an unbound cache refuses before anything has changed
         self._commit()
         self._pending = (keys, values)
         self.offset += keys.shape[2]
-        if not self.plan.routed:
+        if not plan.routed:
             joined = self._all(keys.dtype)
             self._commit()
             return joined
@@ -125,20 +128,23 @@ class VeloxCache:
         held = self.sinks[0].shape[2] if self.sinks else 0
         take = min(plan.sinks - held, new[0].shape[2])
         if take > 0:
-            first = tuple(_copy(a, 0, take) for a in new)
+            first = tuple(copy_rows(a, 0, take) for a in new)
             self.sinks = _append(self.sinks, first)
             new = tuple(a[:, :, take:] for a in new)
+        # Joined rows are a copy already; a first chunk may be a view of something larger.
+        owned = bool(self.recent)
         recent = _append(self.recent, new)
         coded = self._coded()
-        ready = plan.boundary(self.offset) - plan.sinks - coded
-        if ready > 0:
+        ready = max(0, plan.boundary(self.offset) - plan.sinks - coded)
+        if ready:
             start = plan.sinks + coded
             self.codes = (
                 _append(self.codes[0], plan.keys.encode(recent[0][:, :, :ready], start)),
                 _append(self.codes[1], plan.values.encode(recent[1][:, :, :ready], start)),
             )
-        length = recent[0].shape[2]
-        self.recent = tuple(_copy(a, max(ready, 0), length) for a in recent)
+        if ready or not owned:
+            recent = tuple(copy_rows(a, ready, a.shape[2]) for a in recent)
+        self.recent = recent
 
     def settle(self) -> None:
         """Put a chunk away whose attention never came (a model that does not attend with it)."""
@@ -157,31 +163,36 @@ class VeloxCache:
         self._commit()
         n = min(self.offset, n)
         self.offset -= n
+        if not self.offset:
+            self._reset()
+            return n
         plan = self.plan
         recent = self.recent[0].shape[2] if self.recent else 0
         if n <= recent:
-            self.recent = tuple(_copy(a, 0, recent - n) for a in self.recent)
-            return n
-        if self.offset <= plan.sinks:
-            self.codes, self.recent = ((), ()), ()
-            self.sinks = tuple(_copy(a, 0, self.offset) for a in self.sinks)
+            self.recent = tuple(copy_rows(a, 0, recent - n) for a in self.recent)
             return n
         keep = self.offset - plan.sinks
-        dtype = self.recent[0].dtype if self.recent else self.sinks[0].dtype
-        cut = keep // plan.flush * plan.flush if self._grouped() else keep
-        tail = []
-        codes = []
-        for codec, packed in zip((plan.keys, plan.values), self.codes, strict=True):
+        if keep <= 0:
+            self.codes = ((), ())
+            self.sinks = tuple(copy_rows(a, 0, self.offset) for a in self.sinks)
+            self.recent = tuple(copy_rows(a, 0, 0) for a in self.recent)
+            return n
+        group = lcm(plan.keys.granularity, plan.values.granularity)
+        cut = keep // group * group
+        tail, codes = [], []
+        for codec, packed, old in zip(
+            (plan.keys, plan.values), self.codes, self.recent, strict=True
+        ):
+            part = copy_rows(old, 0, 0)
             if cut < keep:
-                tail.append(_copy(codec.decode(packed, plan.sinks, dtype), cut, keep))
-            whole = cut // codec.granularity
-            codes.append(tuple(_copy(a, 0, whole) for a in packed) if whole else ())
-        self.codes = (codes[0], codes[1])
+                part = codec.decode(
+                    _span(packed, codec, cut, cut + group), plan.sinks + cut, old.dtype
+                )
+            tail.append(copy_rows(part, 0, keep - cut))
+            codes.append(_span(packed, codec, 0, cut))
         self.recent = tuple(tail)
+        self.codes = (codes[0], codes[1])
         return n
-
-    def _grouped(self) -> bool:
-        return max(self.plan.keys.granularity, self.plan.values.granularity) > 1
 
     # ---- what mlx-lm asks
 
@@ -199,6 +210,8 @@ class VeloxCache:
         if len(value) < 8 or not isinstance(value[0], str):
             raise RecipeError("this is not the state of a velox-pack cache")
         fingerprint, layer, offset, n_k = value[:4]
+        if (fingerprint, int(layer)) != (self.fingerprint, self.layer):
+            self._plan = None
         self._reset()
         self.fingerprint, self.layer, self.offset = fingerprint, int(layer), int(offset)
         sink_k, sink_v, recent_k, recent_v = value[4:8]
@@ -211,7 +224,7 @@ class VeloxCache:
     def from_state(cls, state: Sequence[Any]) -> "VeloxCache":
         """Rebuild a cache; it finds its plan at first use, among the loaded bundles."""
         cache = cls.__new__(cls)
-        cache._plan = None
+        cache._plan, cache.fingerprint, cache.layer = None, "", 0
         cache.state = state
         return cache
 
@@ -242,4 +255,3 @@ class VeloxCache:
         other = type(self).__new__(type(self))
         other.__dict__.update(self.__dict__)
         return other
-

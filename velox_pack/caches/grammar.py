@@ -18,15 +18,15 @@ class Part:
 def parse(text: str) -> list[Part]:
     """Split a recipe into its parts.
 
-    Raises RecipeError for empty parts, options without a value and options given twice.
+    Raises RecipeError for empty parts and options, options without a value or given twice.
     """
     parts = []
     for piece in text.split("+"):
-        name, _, rest = piece.strip().partition(":")
+        name, colon, rest = (s.strip() for s in piece.partition(":"))
         if not name:
             raise RecipeError(f"recipe {text!r}: a part has no name; write name:key=value+name")
         options: dict[str, str] = {}
-        for item in filter(None, rest.split(",")):
+        for item in rest.split(",") if colon else ():
             key, equals, value = (s.strip() for s in item.partition("="))
             if not equals or not key or not value:
                 raise RecipeError(f"recipe {text!r}: {item!r} is not key=value")
@@ -37,7 +37,7 @@ def parse(text: str) -> list[Part]:
     return parts
 
 
-def _convert(cls: type, key: str, value: str, hint: Any) -> Any:
+def _convert(name: str, key: str, value: str, hint: Any) -> Any:
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     for kind in kinds:
         try:
@@ -46,7 +46,7 @@ def _convert(cls: type, key: str, value: str, hint: Any) -> Any:
         except ValueError:
             continue
     names = " or ".join(k.__name__ for k in kinds if k is not type(None))
-    raise RecipeError(f"{cls.__name__.lower()}: {key}={value} is not {names}")
+    raise RecipeError(f"{name}: {key}={value} is not {names}")
 
 
 def make(cls: type, name: str, options: tuple[tuple[str, str], ...]) -> Any:
@@ -60,8 +60,13 @@ def make(cls: type, name: str, options: tuple[tuple[str, str], ...]) -> Any:
     for key, value in options:
         if key not in known:
             raise RecipeError(f"{name} has no option {key}; it takes {', '.join(known) or 'none'}")
-        given[key] = _convert(cls, key, value, hints[key])
+        given[key] = _convert(name, key, value, hints[key])
     return cls(**given)
+
+
+def _number(value: float) -> str:
+    """The shortest text that reads back as the same number; 3, not 3.0."""
+    return f"{value:g}" if float(f"{value:g}") == value else repr(value)
 
 
 def write(name: str, recipe: Any) -> str:
@@ -70,5 +75,5 @@ def write(name: str, recipe: Any) -> str:
     for f in fields(recipe):
         value = getattr(recipe, f.name)
         if value is not None:
-            options.append(f"{f.name}={value:g}" if isinstance(value, float) else f"{f.name}={value}")
+            options.append(f"{f.name}={_number(value) if isinstance(value, float) else value}")
     return f"{name}:{','.join(options)}" if options else name

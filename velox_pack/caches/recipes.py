@@ -43,6 +43,8 @@ class Workshop:
         """The Gaussian codebooks."""
         if self._levels is None:
             book, _ = self.shelf.find(Codebook, distribution="gaussian")
+            if missing := sorted(set(range(1, 9)) - set(book.levels)):
+                raise RecipeError(f"the bundle's codebook lacks the levels for {missing} bits")
             self._levels = LevelTable(dict(book.levels))
         return self._levels
 
@@ -71,9 +73,17 @@ class Workshop:
         return tuple(int(w) for w in getattr(found, part)[row].tolist())
 
     def before_rope(self, layer: Layer, inner: Codec) -> Codec:
-        """Wrap a key codec that was calibrated before RoPE."""
+        """Wrap a key codec that was calibrated before RoPE.
+
+        Raises RecipeError if the bundle does not say how the layer turns its keys.
+        """
         table = self.rope(layer)
-        return inner if table is None else BeforeRope(inner, table)
+        if table is None:
+            raise RecipeError(
+                f"layer {layer.index}: keys were calibrated before RoPE, but the bundle has no "
+                "rope for it; convert again"
+            )
+        return BeforeRope(inner, table)
 
 
 class Recipe(Protocol):

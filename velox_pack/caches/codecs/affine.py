@@ -13,7 +13,10 @@ BITS = (2, 3, 4, 5, 6, 8)
 
 @dataclass(frozen=True)
 class Affine:
-    """`mx.quantize`'s affine format: codes, and a float16 scale and bias per group.
+    """`mx.quantize`'s affine format: codes, and a scale and bias of 16 bits per group.
+
+    Scale and bias have the type of 16-bit rows (bfloat16 rows may exceed float16's range), and
+    float16 for float32 rows.
 
     `axis="token"` groups channels of one token (KIVI's values, mlx-lm's QuantizedKVCache);
     `axis="channel"` groups `group` consecutive tokens of one channel (KIVI's keys), and then
@@ -34,9 +37,10 @@ class Affine:
         if self.axis not in ("token", "channel"):
             raise RecipeError(f"affine: axis={self.axis!r} is neither token nor channel")
         if self.axis == "token" and self.dim % self.group:
+            fitting = [g for g in GROUPS if self.dim % g == 0]
             raise RecipeError(
                 f"affine: group={self.group} does not divide the head dim {self.dim}; "
-                "choose a smaller group or axis=channel"
+                + (f"possible are {fitting}" if fitting else "no group does, use another recipe")
             )
 
     @property
@@ -45,12 +49,13 @@ class Affine:
         return self.group if self.axis == "channel" else 1
 
     def encode(self, x: mx.array, start: int) -> Packed:
-        """Quantize `[B, H, N, D]`; the scale and bias are rounded to float16 before use."""
+        """Quantize `[B, H, N, D]`."""
         if self.axis == "channel":
             B, H, N, D = x.shape
             x = x.reshape(B, H, N // self.group, self.group, D).swapaxes(3, 4)
         codes, scales, biases = mx.quantize(x, group_size=self.group, bits=self.bits)
-        return codes, scales.astype(mx.float16), biases.astype(mx.float16)
+        half = mx.bfloat16 if x.dtype == mx.bfloat16 else mx.float16
+        return codes, scales.astype(half), biases.astype(half)
 
     def decode(self, packed: Packed, start: int, dtype: mx.Dtype) -> mx.array:
         """Give `[B, H, N, D]` back."""

@@ -7,11 +7,20 @@ import mlx.core as mx
 Packed = tuple[mx.array, ...]
 
 
+def copy_rows(x: mx.array, start: int, stop: int) -> mx.array:
+    """Tokens `start:stop` of `[B, H, N, ...]` as an array of its own.
+
+    A slice would keep the whole buffer alive, and so would `mx.contiguous` where B * H is 1.
+    """
+    return mx.take(x, mx.arange(start, stop), axis=2)
+
+
 class Codec(Protocol):
     """Encodes `[B, H, N, D]` rows of one layer's keys or values.
 
     Every packed array has B and H first and tokens (or groups of `granularity` tokens) on
-    axis 2, so a cache appends, trims and counts them without knowing what they mean.
+    axis 2, so a cache appends, trims and counts them without knowing what they mean. None is a
+    view of what was encoded: it would keep the whole chunk in memory.
     """
 
     @property

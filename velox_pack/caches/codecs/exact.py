@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from velox_pack.caches.codecs.base import Packed
+from velox_pack.caches.codecs.base import Packed, copy_rows
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class Exact:
 
     def encode(self, x: mx.array, start: int) -> Packed:
         """Keep `[B, H, N, D]` as it is."""
-        return (x,)
+        return (copy_rows(x, 0, x.shape[2]),)
 
     def decode(self, packed: Packed, start: int, dtype: mx.Dtype) -> mx.array:
         """Give the rows back in `dtype`."""
