@@ -32,17 +32,16 @@ from velox_pack.sizes import GENERATED, PROMPT, cache_bytes
 from velox_pack.source import data_folder, resolve
 
 RECIPES = [
-    "spectral",
-    "spectral:bits=4",
-    "spectral:bits=2",
     "ratequant+spectral",
+    "ratequant+spectral:bits=4",
     "ratequant+spectral:bits=2",
-    "turboquant-mse:bits=4",
+    "spectral",
+    "spectral:bits=2",
     "turboquant-mse:bits=3",
-    "turboquant-mse:bits=2",
+    "ratequant+turboquant-mse:bits=3",
 ]
 BASELINE = [(8, 64), (4, 64), (3, 64), (2, 64)]
-WINDOWS = 4
+WINDOWS = 2
 
 
 def mlx_lm_plan(layers: list[Layer], bits: int, group: int) -> ModelPlan:

@@ -17,6 +17,8 @@ from mlx_lm.models import base as mlx_lm_base
 _NAME = "scaled_dot_product_attention"
 
 LayerCall: TypeAlias = Callable[..., Any]
+# Other keys and values to attend to, and perhaps another mask for them.
+Instead: TypeAlias = tuple[mx.array, mx.array] | tuple[mx.array, mx.array, mx.array] | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,14 +56,15 @@ class Watch:
     """What `watch_attention` has seen; `take` hands out the attention calls and forgets them.
 
     `replace(call)` may give other keys and values for the model to attend to (a perturbation, a
-    reconstruction from codes); None leaves them. With `attend` False attention answers zeros.
+    reconstruction from codes), and a mask that fits them; None leaves all as it is. With `attend`
+    False attention answers zeros.
     """
 
     def __init__(self) -> None:
         self.calls: list[AttentionCall] = []
         self.ropes: list[RopeCall] = []
         self.attend = True
-        self.replace: Callable[[AttentionCall], tuple[mx.array, mx.array] | None] | None = None
+        self.replace: Callable[[AttentionCall], Instead] | None = None
 
     def take(self) -> list[AttentionCall]:
         """The attention calls since the last time."""
@@ -113,7 +116,8 @@ def watch_attention(model: nn.Module) -> Iterator[Watch]:
                 if not watch.attend:
                     return mx.zeros((*queries.shape[:-1], values.shape[-1]), queries.dtype)
                 if watch.replace is not None and (other := watch.replace(call)) is not None:
-                    keys, values = other
+                    keys, values, *masks = other
+                    mask = masks[0] if masks else mask
             outer, inside = inside, True
             try:
                 return attend(queries, keys, values, cache=cache, scale=scale, mask=mask, **rest)

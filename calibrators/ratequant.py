@@ -3,11 +3,12 @@
 Source: RateQuant, arXiv 2605.06675 (abstract and introduction read; the rest as described in
 DESIGN): each quantizer has a distortion curve of its own, D(b) = alpha * beta^-b, to be fitted and
 never borrowed; bits follow in closed form by reverse water-filling. Here a unit is the keys or the
-values of one layer (its heads share widths), the loss is sum_u s_u * D_u(b_u) with s_u in nats of
-KL (see `sensitivity`), and bits come in steps that fill whole 32-bit words of a row.
+values of one layer (its heads share widths), and bits come in steps that fill whole 32-bit words of
+a row. The loss is sum_u s_u * D_u(b_u) + c_u * D_u(b_u)^2 in nats of KL, measured (see
+`sensitivity`); the paper has the first term alone, the second is ours.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -67,23 +68,32 @@ def lloyd_distortion(variances: Array, weights: Array | None = None) -> Distorti
 
 
 def reverse_waterfill(
-    slopes: Array, beta: Array, target: float, elements: Array, lowest: float, highest: float
+    noise: Array,
+    shrink: Array,
+    curves: Sequence[Distortion],
+    target: float,
+    elements: Array,
+    lowest: float,
+    highest: float,
 ) -> Array:
-    """Real-valued bits [U] that minimize sum(s * alpha * beta^-bits), averaging `target`.
+    """Real-valued bits [U] that minimize sum(noise * D + shrink * D^2), averaging `target`.
 
-    `slopes` is s * alpha [U], `elements` how many numbers a unit holds per token. Where no bound
-    binds, s * alpha * ln(beta) * beta^-bits / elements is the same for all units: the water level,
-    found by bisection.
+    `elements` says how many numbers a unit holds per token. Where no bound binds, what more bits
+    would save per element, (noise * D + 2 * shrink * D^2) * ln(beta) / elements, is the same for
+    all units: the water level, found by bisection. Without `shrink` this is the closed form
+    D = level * elements / (noise * ln(beta)).
     """
-    rate = np.log(beta)
-    share = elements / elements.sum()
-    start = np.log(np.maximum(slopes, np.finfo(np.float64).tiny) * rate / elements)
+    alpha, beta = (np.array([getattr(c, name) for c in curves]) for name in ("alpha", "beta"))
+    rate, share = np.log(beta), elements / elements.sum()
+    noise = np.maximum(noise, 1e-300)
 
-    def bits_at(level: float) -> Array:
-        result: Array = np.clip((start - level) / rate, lowest, highest)
+    def bits_at(log_level: float) -> Array:
+        saved = np.exp(log_level) * elements / rate
+        error = 2 * saved / (noise + np.sqrt(noise**2 + 8 * shrink * saved))
+        result: Array = np.clip(np.log(alpha / error) / rate, lowest, highest)
         return result
 
-    low, high = float(start.min() - highest * rate.max()), float(start.max() - lowest * rate.min())
+    low, high = -600.0, 600.0
     for _ in range(200):  # the average falls as the level rises
         middle = (low + high) / 2
         low, high = (middle, high) if share @ bits_at(middle) > target else (low, middle)
@@ -91,12 +101,13 @@ def reverse_waterfill(
 
 
 def spread(
-    sensitivity: Array,
-    curves: list[Distortion],
+    noise: Array,
+    curves: Sequence[Distortion],
     target: float,
     elements: Array,
     steps: Array,
     *,
+    shrink: Array | None = None,
     lowest: float = 1.0,
     highest: float = 8.0,
 ) -> Array:
@@ -107,11 +118,11 @@ def spread(
     """
     if not lowest <= target <= highest:
         raise ValueError(f"{target} bits on average are not within {lowest} and {highest}")
-    sensitivity = np.asarray(sensitivity, np.float64)
-    if not np.all(np.isfinite(sensitivity)) or sensitivity.min() < 0:
+    noise = np.asarray(noise, np.float64)
+    shrink = np.zeros_like(noise) if shrink is None else np.asarray(shrink, np.float64)
+    if not all(np.all(np.isfinite(s)) and s.min() >= 0 for s in (noise, shrink)):
         raise ValueError("sensitivities must be finite and not negative")
-    alpha, beta = np.array([c.alpha for c in curves]), np.array([c.beta for c in curves])
-    real = reverse_waterfill(sensitivity * alpha, beta, target, elements, lowest, highest)
+    real = reverse_waterfill(noise, shrink, curves, target, elements, lowest, highest)
     # The bounds in whole steps.
     floor, ceiling = np.ceil(lowest / steps - 1e-9), np.floor(highest / steps + 1e-9)
     units = np.clip(np.floor(real / steps + 1e-9), floor, ceiling)
@@ -121,11 +132,17 @@ def spread(
         fits = (units < ceiling) & (cost <= left + 1e-6)
         if not fits.any():
             return np.asarray(units * steps)
-        fall = np.power(beta, -units * steps) - np.power(beta, -(units + 1) * steps)
-        gain = np.where(fits, sensitivity * alpha * fall / cost, -np.inf)
-        best = int(np.argmax(gain))  # the first of equals
+        now, then = (_losses(noise, shrink, curves, n * steps) for n in (units, units + 1))
+        best = int(np.argmax(np.where(fits, (now - then) / cost, -np.inf)))  # first of equals
         units[best] += 1
         left -= cost[best]
+
+
+def _losses(noise: Array, shrink: Array, curves: Sequence[Distortion], bits: Array) -> Array:
+    """Nats of KL that each unit costs at its bits, [U]."""
+    errors = np.array([float(c.at(b)) for c, b in zip(curves, bits, strict=True)])
+    losses: Array = noise * errors + shrink * errors**2
+    return losses
 
 
 def allocate(
@@ -150,14 +167,24 @@ def allocate(
     units += [(i, 1, sensitivity.values[i], values[i]) for i in layers]
     dim = np.array([dims[i][part] for i, part, _, _ in units], dtype=np.float64)
     elements = dim * np.array([len(s) for _, _, s, _ in units])
-    totals = np.array([s.sum() for _, _, s, _ in units])
+    noise = np.array([s.sum() for _, _, s, _ in units])
+    both = (sensitivity.shrink_keys, sensitivity.shrink_values)
+    shrink = np.array([both[part].get(i, 0.0) for i, part, _, _ in units])
     curves = [c for _, _, _, c in units]
-    bits = spread(totals, curves, target, elements, WORD / dim, lowest=lowest, highest=highest)
+    bits = spread(
+        noise,
+        curves,
+        target,
+        elements,
+        WORD / dim,
+        shrink=shrink,
+        lowest=min(lowest, target),
+        highest=highest,
+    )
     achieved = float(bits @ elements / elements.sum())
 
     def predicted(given: Array) -> float:
-        pairs = zip(totals, curves, given, strict=True)
-        return float(sum(s * c.at(b) for s, c, b in pairs))
+        return float(_losses(noise, shrink, curves, given).sum())
 
     groups: dict[int, list[int]] = {}
     for place, i in enumerate(layers):
@@ -174,6 +201,8 @@ def allocate(
             details={
                 "fisher": "labels drawn from the model",
                 "tokens": sensitivity.tokens,
+                "shrink_keys": [float(shrink[p]) for p in places],
+                "shrink_values": [float(shrink[half + p]) for p in places],
                 "alpha_keys": [curves[p].alpha for p in places],
                 "beta_keys": [curves[p].beta for p in places],
                 "alpha_values": [curves[half + p].alpha for p in places],

@@ -118,10 +118,11 @@ class StreamingForward:
                 self.model(mx.array(tokens))
             except _Finished as finished:
                 hidden: mx.array = finished.args[0]
+                return hidden
             finally:
                 for module in (*self.layers, self.model):
                     drop(module)
-        return hidden
+        raise CalibrationError(f"the model never calls its last layer, number {last}")
 
     def fill(self, index: int) -> None:
         """Read layer `index`'s weights, lazily, as float32."""

@@ -26,7 +26,7 @@ from .manifest import (
     Manifest,
     parse,
 )
-from .names import CACHE_FILE, MANIFEST_NAME, check_name, is_optional
+from .names import CACHE_FILE, MANIFEST_NAME, check_name, may_change
 
 _MAX_LINE = 400  # a hostile name may be as long as the header
 
@@ -137,7 +137,7 @@ def open_bundle(path: str | os.PathLike[str], verify: Level = "size") -> Bundle:
     manifest = read_manifest(folder)
     problem = next(_all_problems(folder, manifest, verify, None), None)
     if problem is not None:
-        raise BundleError(f"{folder.name}/{problem}")
+        raise BundleError(f"{folder.resolve().name}/{problem}")
     return Bundle(folder, manifest)
 
 
@@ -188,7 +188,7 @@ def write_measured(
     """Put results of `eval` into velox.json, and new versions of optional files (card, plots).
 
     Nothing else of the bundle changes, nor does its fingerprint. Each file is replaced
-    atomically, velox.json last. Raises BundleError for a name that is not optional.
+    atomically, velox.json last. Raises BundleError for another name.
     """
     folder = Path(path)
     manifest = read_manifest(folder)
@@ -197,7 +197,7 @@ def write_measured(
     files = dict(manifest.files)
     changed = dict(optional_files or {})
     for name, data in changed.items():
-        if check_name(name) or not is_optional(name):
+        if check_name(name) or not may_change(name):
             raise BundleError(f"{name}: only README.md and plots/ may change after convert")
         digest = hashlib.sha256(data).hexdigest()
         files[name] = FileRecord(bytes=len(data), sha256=digest, optional=True)

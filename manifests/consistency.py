@@ -78,7 +78,9 @@ def _file_problems(manifest: Manifest) -> list[str]:
     for name, file in manifest.files.items():
         found += check_name(name)
         if file.optional and not is_optional(name):
-            found.append(f"file {name!r} is marked optional, which only the card and plots are")
+            found.append(
+                f"file {name!r} is marked optional, which only card, plots and licences are"
+            )
         if name == MANIFEST_NAME:
             found.append(f"files lists {MANIFEST_NAME} itself")
         if name.casefold() in folded:

@@ -160,8 +160,8 @@ class FileRecord(_Model):
     bytes: Count = Field(description="Size in bytes.")
     sha256: Sha256 = Field(description="SHA-256 of its content.")
     optional: bool = Field(
-        description="True if the bundle works without it (README.md, plots); such a file may be "
-        "absent or edited."
+        description="True if the bundle works without it (README.md, plots, licences); such a "
+        "file may be absent or edited."
     )
 
 

@@ -11,6 +11,7 @@ CACHE_FILE = "model-velox-cache.safetensors"  # artifacts; mlx-lm loads model*.s
 
 # Letters, digits and _ . + - and space inside; never hidden, never a drive letter or backslash.
 _PART = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.+ -]{0,198}[A-Za-z0-9_+-])?")
+_LICENCES = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
 _ID = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9_-]{0,98}[A-Za-z0-9])?")
 
 
@@ -29,6 +30,14 @@ def check_id(text: str) -> list[str]:
     return []
 
 
-def is_optional(name: str) -> bool:
-    """True for the files that a bundle works without: its card and its plots."""
+def may_change(name: str) -> bool:
+    """True for the files that may be written anew after convert: the card and plots."""
     return name == "README.md" or name.startswith("plots/")
+
+
+def is_optional(name: str) -> bool:
+    """True for the files that a bundle works without: card, plots and licences.
+
+    mlx-lm's own tools do not download a LICENSE, so its absence may not break a bundle.
+    """
+    return may_change(name) or name.startswith(_LICENCES)

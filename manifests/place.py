@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import shutil
+import sys
 from pathlib import Path
 
 from . import strict_json
@@ -79,6 +81,10 @@ def put_in_place(folder: Path, out: Path) -> None:
         _rename(folder, out)
         sync(out.parent)
         return
+    if _exchange(folder, out):
+        sync(out.parent)
+        shutil.rmtree(folder, ignore_errors=True)
+        return
     aside = new_sibling(out, "old")
     try:
         _rename(out, aside)  # onto an empty folder, which rename replaces
@@ -89,6 +95,24 @@ def put_in_place(folder: Path, out: Path) -> None:
         if not os.path.lexists(out):
             os.rename(aside, out)
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchange two folders in one step, so that not even a kill between two steps loses one.
+
+    False where the system or the file system cannot do it.
+    """
+    old, new, swap = os.fsencode(one), os.fsencode(other), 2
+    try:
+        libc = ctypes.CDLL(None)
+        if sys.platform == "linux":
+            here = -100  # AT_FDCWD
+            return bool(libc.renameat2(here, old, here, new, swap) == 0)
+        if sys.platform == "darwin":
+            return bool(libc.renamex_np(old, new, swap) == 0)
+    except (OSError, AttributeError):
+        pass
+    return False
 
 
 def _rename(source: Path, target: Path) -> None:

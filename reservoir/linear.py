@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -19,7 +20,7 @@ from velox_pack.manifests.errors import PackError
 from velox_pack.reservoir.encoding import decode_affine, decode_lloyd
 from velox_pack.reservoir.spec import LinearSpec
 
-# Decoded weights that exist at one time, in bytes (a few such blocks may be in flight).
+# Decoded weights of one block, in bytes.
 BLOCK_BYTES = 16 << 20
 # From this many rows of input the CPU is faster on decoded blocks than in mx.quantized_matmul.
 _CPU_DECODE_ROWS = 16
@@ -76,12 +77,25 @@ class ReservoirLinear(nn.Module):
                 bits=self.spec.bits,
             )
         else:
-            y = mx.concatenate([turned @ block.T for block in self._blocks(turned.dtype)], axis=-1)
+            y = self._decoded_product(turned)
             if self.spec.group is None:
                 y = y * self.scales.reshape(-1)
         if self.spec.bias:
             y = y + self.bias
         return y.astype(x.dtype)
+
+    def _decoded_product(self, turned: mx.array) -> mx.array:
+        """Rotated x times the decoded weight, whose blocks never exist all at once."""
+        parts: list[mx.array] = []
+        pending = 0
+        for block in self._blocks(turned.dtype):
+            parts.append(turned @ block.T)
+            pending += block.nbytes
+            # Left lazy, all blocks would be allocated before the first product is done.
+            if pending >= 2 * BLOCK_BYTES:
+                _settle(parts)
+                pending = 0
+        return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
 
     def _blocks(self, dtype: mx.Dtype) -> Iterator[mx.array]:
         """Decoded, still rotated blocks of rows [r, in]; lloyd: without the rows' scales."""
@@ -122,3 +136,9 @@ class ReservoirLinear(nn.Module):
             f"input_dims={spec.in_features}, output_dims={spec.out_features}, bias={spec.bias}, "
             f"encoding={spec.encoding}, bits={spec.bits}{group}, rotation={spec.rotation}"
         )
+
+
+def _settle(arrays: list[mx.array]) -> None:
+    """Evaluate, unless a transformation (compile, vmap) is being traced, which forbids it."""
+    with suppress(ValueError):
+        mx.eval(arrays)

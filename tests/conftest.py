@@ -34,6 +34,20 @@ def demo_path() -> Path:
     return data_folder() / "demo"
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Where converted local sources are remembered: a folder of the tests' own."""
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="session")
+def demo_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo model converted with no options but few tokens; tests must not write to it."""
+    from velox_pack import convert
+
+    return convert("demo", tmp_path_factory.mktemp("demo") / "bundle", calibration_tokens=1024)
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
     """`tiny_model("qwen3", seed=1, ...)`: `models.make_model` in a folder that tests share.

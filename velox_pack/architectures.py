@@ -34,6 +34,8 @@ _FAMILIES = {
     "a model of images and texts": "align blip clip clipseg florence2 siglip siglip2",
     "a speech model": "hubert musicgen seamless_m4t speecht5 wav2vec2 wavlm whisper",
 }
+# What configurations call the number of positions; beyond a learned table of them lies NaN.
+_POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_seq_length")
 _KIND_OF = {name: kind for kind, names in _FAMILIES.items() for name in names.split()}
 
 
@@ -62,11 +64,19 @@ def check_config(said: str, config: Mapping[str, Any], names: Sequence[str]) -> 
         raise SourceError(
             f"{said} is not a causal language model but {kind} (model_type {model_type!r:.80})"
         )
-    if not _known_to_mlx_lm(config, model_type):
+    if not known_to_mlx_lm(config, model_type):
         raise SourceError(
             f"{said}: mlx-lm {version('mlx-lm')} has no model_type {model_type!r:.80}: "
             "a newer mlx-lm may"
         )
+
+
+def positions(config: Mapping[str, Any]) -> int | None:
+    """How many tokens the model takes at most, as far as its configuration says."""
+    inner = config.get("text_config")
+    places = [config, inner] if isinstance(inner, Mapping) else [config]
+    given = [place.get(key) for place in places for key in _POSITIONS]
+    return min((n for n in given if type(n) is int and n > 0), default=None)
 
 
 def explain_missing_config(said: str, names: Sequence[str]) -> str:
@@ -93,7 +103,8 @@ def _other_kind(config: Mapping[str, Any], model_type: str) -> str | None:
     return _KIND_OF.get(model_type)
 
 
-def _known_to_mlx_lm(config: Mapping[str, Any], model_type: str) -> bool:
+def known_to_mlx_lm(config: Mapping[str, Any], model_type: str) -> bool:
+    """Whether mlx-lm has a model of this type; nothing but mlx-lm's own modules is imported."""
     if not re.fullmatch(r"[\w-]+", model_type):  # becomes part of a module's name
         return False
     try:

@@ -6,7 +6,15 @@ from typing import TypeVar
 import numpy as np
 
 from velox_pack.caches import recipes
-from velox_pack.calibrators import center, codebooks, qfilters, ratequant, sensitivity, spectral, waterfill
+from velox_pack.calibrators import (
+    center,
+    codebooks,
+    qfilters,
+    ratequant,
+    sensitivity,
+    spectral,
+    waterfill,
+)
 from velox_pack.calibrators.capture import LayerStatistics, capture
 from velox_pack.calibrators.sensitivity import Sensitivity
 from velox_pack.calibrators.stream import StreamingForward
@@ -38,8 +46,11 @@ def calibrate(job: Job, report: Report) -> tuple[dict[str, Artifact], dict[str, 
         report("measuring sensitivities")
         few = job.text.tokens[:SENSITIVITY_SEQUENCES]
         streaming = StreamingForward(job.source.skeleton(), job.source.weights)
-        measured = sensitivity.measure(streaming, few, traces, statistics, seed=job.seed)
-    if "codebook" in needs:
+        window = min(p.recipe.window + p.recipe.flush // 2 for _, p in job.caches if p.ratequant)
+        measured = sensitivity.measure(
+            streaming, few, traces, statistics, window=window, seed=job.seed
+        )
+    if "codebook" in needs or not (artifacts or job.specs):  # mlx-lm wants some model*.safetensors
         artifacts["codebook-gaussian"] = codebooks.fit()
     if "rotation" in needs:
         for width in sorted({d for layer in covered for d in (layer.k_dim, layer.v_dim)}):
@@ -168,5 +179,6 @@ def _variances(
         for a in artifacts.values():
             if isinstance(a, Spectral) and a.part == part and layer.index in a.layers:
                 row: np.ndarray = a.variance[a.layers.index(layer.index)]
-                return row / row.sum(axis=-1, keepdims=True)
+                shares: np.ndarray = row / row.sum(axis=-1, keepdims=True)
+                return shares
     return np.ones((layer.kv_heads, layer.k_dim if part == "keys" else layer.v_dim))

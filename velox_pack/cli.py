@@ -1,6 +1,11 @@
-"""The command line: `velox-pack convert | inspect | verify | eval | generate | recipes`."""
+"""The command line: `velox-pack convert | inspect | verify | eval | generate | recipes`.
+
+Data goes to stdout, progress and errors to stderr. Exit codes: 0, 1 for an error told in one line,
+2 for a wrong call, 130 after Ctrl-C.
+"""
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -8,31 +13,42 @@ from typing import Any
 import click
 
 from velox_pack import __version__, blas
-from velox_pack.manifests.errors import VeloxError
-from velox_pack.show import Console, show_job, show_inspection, show_measured, show_recipes
+from velox_pack.manifests.errors import BundleError, VeloxError
+from velox_pack.show import Console, show_inspection, show_job, show_measured, show_recipes
+
+INTERRUPTED = 130  # as a shell reports it
 
 
 class _Group(click.Group):
     """Prints any error that a user can cause as one line; `--debug` shows where it came from."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
-        debug = "--debug" in sys.argv[1:]
+        given = list(kwargs.get("args") or next(iter(args), None) or sys.argv[1:])
+        # Their warnings are about things that we take care of, or that users can do nothing about.
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         blas.preload()
         try:
-            return super().main(*args, **kwargs)
-        except VeloxError as error:
-            if debug:
+            code = super().main(*args, **kwargs | {"standalone_mode": False})
+        except click.ClickException as error:
+            error.show()
+            sys.exit(error.exit_code)
+        except (click.Abort, KeyboardInterrupt):
+            click.echo("velox-pack: interrupted", err=True)
+            sys.exit(INTERRUPTED)
+        except (VeloxError, OSError, MemoryError) as error:
+            if "--debug" in given:
                 raise
-            click.echo(f"velox-pack: {error}", err=True)
-        except BrokenPipeError:
-            sys.stderr.close()
-        except OSError as error:
-            if debug:
-                raise
-            click.echo(f"velox-pack: {error.strerror or error}: {error.filename or ''}", err=True)
-        except MemoryError:
-            click.echo("velox-pack: out of memory", err=True)
-        sys.exit(1)
+            click.echo(f"velox-pack: {_one_line(error)}", err=True)
+            sys.exit(1)
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+def _one_line(error: Exception) -> str:
+    if isinstance(error, MemoryError):
+        return "out of memory"
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}{f': {error.filename}' if error.filename else ''}"
+    return " ".join(str(error).split())
 
 
 def _common(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -43,6 +59,7 @@ def _common(command: Callable[..., Any]) -> Callable[..., Any]:
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="velox-pack")
+@click.option("--debug", is_flag=True, expose_value=False, help="Show a trace on errors.")
 def main() -> None:
     """Prepare language models for MLX once: packed weights, compressed caches, one bundle."""
 
@@ -52,13 +69,19 @@ def main() -> None:
 @click.option("--out", required=True, type=click.Path(), help="Folder of the new bundle.")
 @click.option("--revision", help="Branch, tag or commit of a Hub repo.")
 @click.option("--cache", "caches", multiple=True, metavar="NAME:KEY=VALUE,...",
-              help="Cache recipe; repeatable, the first is the default.")  # fmt: skip
-@click.option("--weights", help="keep, overlay, lloyd:bits=4 or affine:bits=4,group=64.")
-@click.option("--calibration", type=click.Path(), help="Text to calibrate on (UTF-8).")
-@click.option("--calibration-tokens", type=click.IntRange(min=1), help="Tokens of it to use.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+              help="Cache recipe (see `recipes`); repeatable, the first is the bundle's default. "
+                   "[default: ratequant+spectral]")  # fmt: skip
+@click.option("--weights", metavar="ENCODING",
+              help="keep, overlay, lloyd:bits=4 or affine:bits=4,group=64. "
+                   "[default: the last; keep if SOURCE is quantized already]")  # fmt: skip
+@click.option("--calibration", type=click.Path(), metavar="FILE",
+              help="Text to calibrate on (UTF-8).  [default: built-in]")  # fmt: skip
+@click.option("--calibration-tokens", type=click.IntRange(min=1), metavar="N",
+              help="Tokens of it to use.  [default: 8192]")  # fmt: skip
+@click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True,
+              metavar="N", help="Of every random choice.")  # fmt: skip
 @click.option("--overwrite", is_flag=True, help="Replace an existing bundle.")
-@click.option("--dry-run", is_flag=True, help="Check everything cheap, say what would be done.")
+@click.option("--dry-run", is_flag=True, help="Check all that is cheap, say what would be done.")
 @_common
 def convert(source: str, out: str, dry_run: bool, as_json: bool, debug: bool, **given: Any) -> None:
     """Calibrate and pack SOURCE (a Hub repo, a folder, or `demo`) into a bundle."""
@@ -105,16 +128,20 @@ def verify(bundle: str, as_json: bool, debug: bool) -> None:
         _print_json({"bundle": bundle, "sound": not problems, "problems": problems})
     elif not problems:
         click.echo(f"{bundle}: sound")
+    elif len(problems) > 1:
+        click.echo("\n".join(problems))
     if problems:
-        for problem in [] if as_json else problems:
-            click.echo(f"velox-pack: {bundle}: {problem}", err=True)
-        sys.exit(1)
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        first = problems[0].removeprefix(f"{bundle}: ")
+        raise BundleError(f"{bundle}: {first}{more}")
 
 
 @main.command(name="eval")
 @click.argument("bundle", type=click.Path())
-@click.option("--text", type=click.Path(), help="Held-out text (UTF-8).")
-@click.option("--tokens", type=click.IntRange(min=2), default=2048, show_default=True)
+@click.option("--text", type=click.Path(), metavar="FILE",
+              help="Held-out text (UTF-8).  [default: built-in]")  # fmt: skip
+@click.option("--tokens", type=click.IntRange(min=2), default=2048, show_default=True,
+              metavar="N", help="Tokens to score, in windows of 512.")  # fmt: skip
 @click.option("--source", type=click.Path(), help="Where the source model lies, if it moved.")
 @_common
 def evaluate(bundle: str, as_json: bool, debug: bool, **options: Any) -> None:
@@ -132,18 +159,21 @@ def evaluate(bundle: str, as_json: bool, debug: bool, **options: Any) -> None:
 @main.command()
 @click.argument("bundle")
 @click.option("--prompt", required=True, help="Text to go on from.")
-@click.option("--max-tokens", type=click.IntRange(min=1), default=100, show_default=True)
-@click.option("--temp", type=click.FloatRange(min=0), default=0.0, show_default=True)
+@click.option("--max-tokens", type=click.IntRange(min=1), default=100, show_default=True,
+              metavar="N", help="Tokens to generate at most.")  # fmt: skip
+@click.option("--temp", type=click.FloatRange(min=0), default=0.0, show_default=True,
+              metavar="T", help="Sampling temperature; 0 takes the likeliest token.")  # fmt: skip
 @click.option("--cache", help="Cache plan; `none` for mlx-lm's own cache.")
 @click.option("--revision", help="Branch, tag or commit of a Hub repo.")
-@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True,
+              metavar="N", help="Of sampling.")  # fmt: skip
 @click.option("--raw", is_flag=True, help="Do not apply the chat template.")
 @_common
 def generate(
     bundle: str, prompt: str, cache: str | None, revision: str | None, as_json: bool, debug: bool,
     **options: Any,
 ) -> None:  # fmt: skip
-    """Load BUNDLE and go on from a prompt."""
+    """Load BUNDLE (a folder or a Hub repo) and go on from a prompt."""
     from velox_pack.speak import speak
 
     pieces = []
@@ -155,8 +185,10 @@ def generate(
                 click.echo(piece, nl=False)
     if as_json:
         _print_json({"prompt": prompt, "text": "".join(pieces)})
-    else:
+    elif any(pieces):
         click.echo()
+    else:
+        click.echo("(the model ended its text at once)", err=True)
 
 
 @main.command()
@@ -188,7 +220,5 @@ def _size(text: str) -> int:
         if not 0 < value < 1e9:
             raise ValueError
     except ValueError:
-        raise click.BadParameter(f"{text!r} is not a size such as 16GB") from None
+        raise VeloxError(f"--memory {text!r} is not a size such as 16GB") from None
     return int(value * _UNITS[unit])
-
-

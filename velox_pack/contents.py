@@ -1,13 +1,15 @@
 """What is in a bundle, where its bytes go, and what context fits into a given memory."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from velox_pack.door import NO_CACHE, cache_plan
+from velox_pack.architectures import positions
+from velox_pack.door import NO_CACHE, cache_plan, load_config
 from velox_pack.manifests.aligned import read_header
 from velox_pack.manifests.bundle import Bundle, open_bundle
 from velox_pack.manifests.manifest import Layer
+from velox_pack.manifests.names import CACHE_FILE, MANIFEST_NAME
 from velox_pack.sizes import cache_bytes
 
 
@@ -18,8 +20,10 @@ def inspect(path: str | Path, *, memory: int | None = None) -> dict[str, Any]:
     """
     bundle = open_bundle(path)
     manifest = bundle.manifest
-    tensors = _tensor_bytes(bundle)
-    weights = sum(tensors.values())
+    tensors = _tensor_bytes(bundle.weight_files)
+    files = {name: (bundle.path / name).stat().st_size for name in _present(bundle)}
+    weights = manifest.weights
+    stored = sum(tensors.values())
     caches = {}
     for record in manifest.caches:
         plan = cache_plan(bundle, record.name)
@@ -38,16 +42,18 @@ def inspect(path: str | Path, *, memory: int | None = None) -> dict[str, Any]:
         "format": list(manifest.version),
         "source": manifest.source.model_dump(include={"kind", "repo", "revision", "name"}),
         "fingerprint": bundle.fingerprint[:16],
-        "file_bytes": {name: record.bytes for name, record in sorted(manifest.files.items())},
-        "total_bytes": sum(record.bytes for record in manifest.files.values()),
+        "file_bytes": files,
+        "total_bytes": sum(files.values()),
+        "bytes_by_use": _by_use(bundle, tensors, files),
         "weights": {
-            "encoding": manifest.weights.encoding,
-            "parameters": dict(manifest.weights.parameters),
-            "bytes": weights,
-            "packed_layers": len(manifest.weights.packed),
-            "parameters_packed": manifest.weights.parameters_packed,
-            "parameters_total": manifest.weights.parameters_total,
-            "kept": [kept.model_dump() for kept in manifest.weights.kept],
+            "encoding": weights.encoding,
+            "parameters": dict(weights.parameters),
+            "bytes": stored,
+            "memory_bytes": weights.parameters.get("base_bytes", stored),
+            "packed_layers": len(weights.packed),
+            "parameters_packed": weights.parameters_packed,
+            "parameters_total": weights.parameters_total,
+            "kept": [kept.model_dump() for kept in weights.kept],
         },
         "artifacts": [
             {"id": a.id, "kind": a.kind, "layers": len(a.layers)} for a in manifest.artifacts
@@ -58,14 +64,40 @@ def inspect(path: str | Path, *, memory: int | None = None) -> dict[str, Any]:
         "measured": manifest.measured,
     }
     if memory is not None:
-        result["memory"] = {"bytes": memory, "context": _contexts(result, bundle, memory)}
+        result["memory"] = {
+            "bytes": memory,
+            "context": _contexts(result, bundle, memory),
+            "positions": positions(load_config(bundle)),
+        }
     return result
 
 
-def _tensor_bytes(bundle: Bundle) -> dict[str, int]:
-    """Bytes of every stored parameter, padding aside."""
+def _present(bundle: Bundle) -> list[str]:
+    """Names of the bundle's files, velox.json among them; optional ones may be absent."""
+    names = sorted([*bundle.manifest.files, MANIFEST_NAME])
+    return [name for name in names if (bundle.path / name).exists()]
+
+
+def _by_use(bundle: Bundle, tensors: Mapping[str, int], files: Mapping[str, int]) -> dict[str, int]:
+    """What the bytes are for; together they are all of the bundle."""
+    packed = bundle.manifest.weights.packed
+    codes = sum(size for name, size in tensors.items() if name.rpartition(".")[0] in packed)
+    artifacts = sum(_tensor_bytes([bundle.path / n for n in files if n == CACHE_FILE]).values())
+    stored = sum(size for name, size in files.items() if name.endswith(".safetensors"))
+    kept = sum(tensors.values()) - codes
+    return {
+        "packed linears": codes,
+        "other parameters": kept,
+        "calibrated artifacts": artifacts,
+        "headers and padding": stored - codes - kept - artifacts,
+        "tokenizer, manifest and other files": sum(files.values()) - stored,
+    }
+
+
+def _tensor_bytes(files: Iterable[Path]) -> dict[str, int]:
+    """Bytes of every tensor, padding aside."""
     found = {}
-    for file in bundle.weight_files:
+    for file in files:
         for name, entry in read_header(file).items():
             if not name.startswith("__pad__."):
                 found[name] = entry.nbytes
@@ -97,7 +129,7 @@ def _contexts(result: Mapping[str, Any], bundle: Bundle, memory: int) -> dict[st
             bounded += token * layer.window
         else:
             plain += token
-    room = memory - result["weights"]["bytes"] - bounded
+    room = memory - result["weights"]["memory_bytes"] - bounded
     found = {NO_CACHE: max(0, room // max(1, covered + plain))}
     for name, cache in result["caches"].items():
         left = room - cache["constant_bytes"]

@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.repocard import metadata_load
+
 from velox_pack import weights as weight_plans
 from velox_pack.calibrate import calibrate
 from velox_pack.card import card
@@ -29,7 +31,9 @@ PRODUCERS = ("velox-pack", "mlx", "mlx-lm", "numpy", "scipy", "safetensors")
 MODEL_FILE = "velox_model.py"
 
 
-def convert(source: str, out: str | Path, *, report: Report | None = None, **options: Any) -> Path:
+def convert(
+    source: str | Path, out: str | Path, *, report: Report | None = None, **options: Any
+) -> Path:
     """Calibrate, pack and write the bundle of `source` at `out`.
 
     Takes the options of `velox_pack.job.plan`. `report` is told what is going on, a line at a
@@ -45,17 +49,19 @@ def run(job: Job, report: Report | None = None) -> Path:
     with BundleWriter(job.out, overwrite=job.overwrite) as writer:
         say(f"hashing {job.source.name}")
         hashes = job.source.hashes()
+        if job.captures or not job.specs:  # otherwise every weight is checked as it is written
+            say("checking weights")
+            job.source.check_finite()
         artifacts, used = calibrate(job, say)
         rotations, tensors = weight_plans.rotations_of(job.packing, job.seed)
         records = writer.artifacts(artifacts, tensors)
         if job.specs:
-            say(f"writing {len(job.specs)} tensors, {job.weight_bytes / 1e6:.0f} MB")
-            weight_plans.write(
-                writer.weights(job.specs), job.source, job.packing, rotations, say
-            )
+            say(f"writing {len(job.specs)} tensors, {job.weight_bytes / 1e6:.1f} MB")
+            weight_plans.write(writer.weights(job.specs), job.source, job.packing, rotations, say)
         _plain_files(writer, job)
         manifest = _manifest(job, hashes, records, used, rotations)
-        writer.path("README.md").write_text(card(manifest), encoding="utf-8")
+        text = card(manifest, _licence(job.source.path / "README.md"))
+        writer.path("README.md").write_text(text, encoding="utf-8")
         writer.finish(manifest)
     remember(job.source, hashes)
     return job.out
@@ -64,13 +70,23 @@ def run(job: Job, report: Report | None = None) -> Path:
 def _plain_files(writer: BundleWriter, job: Job) -> None:
     for file in job.source.copy_list():
         writer.path(file.name).write_bytes(file.read_bytes())
-    config = dict(job.source.mlx_config()) if job.source.native_quantized else dict(
-        job.source.config
+    config = (
+        dict(job.source.mlx_config()) if job.source.native_quantized else dict(job.source.config)
     )
     config["model_file"] = MODEL_FILE
     text = json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
     writer.path("config.json").write_text(text, encoding="utf-8")
     writer.path(MODEL_FILE).write_text(DOOR, encoding="utf-8")
+
+
+def _licence(readme: Path) -> dict[str, str]:
+    """The licence fields of the source's own card, as far as it has any."""
+    try:
+        front = metadata_load(readme) or {}
+    except Exception:  # not ours to judge: a card without front matter, or with broken YAML
+        return {}
+    wanted = ("license", "license_name", "license_link")
+    return {key: front[key] for key in wanted if isinstance(front.get(key), str)}
 
 
 def _manifest(
@@ -116,5 +132,5 @@ def _manifest(
             for name, plan in job.caches
         ],
         default_cache=job.caches[0][0] if job.caches else None,
-        weights=weight_plans.record(job.packing, rotations),
+        weights=weight_plans.record(job.packing, rotations, job.source_bytes),
     )

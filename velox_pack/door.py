@@ -5,15 +5,17 @@
 else; so both ways load the same thing.
 """
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm.models.cache as mlx_lm_caches
 from mlx_lm import utils as mlx_lm_utils
 
+from velox_pack.architectures import known_to_mlx_lm
 from velox_pack.attention import install
 from velox_pack.caches import recipes
 from velox_pack.caches.cache import VeloxCache
@@ -25,6 +27,7 @@ from velox_pack.reservoir.pack import graft
 from velox_pack.reservoir.rotations import rotations_from_tensors
 
 NO_CACHE = "none"
+_COMMIT = re.compile("[0-9a-f]{40}")  # names its content; a branch does not
 ASIDE = ("velox.", "__pad__.")
 
 DOOR = '''"""Opens this velox-pack bundle for mlx-lm's own tools; needs `pip install velox-pack`."""
@@ -45,14 +48,15 @@ def model_classes(folder: Path) -> tuple[type[nn.Module], type]:
     return classes_of(open_bundle(folder))
 
 
-def classes_of(bundle: Bundle, cache: str | None = None) -> tuple[type[nn.Module], type]:
+def classes_of(
+    bundle: Bundle, cache: str | None = None, verify: Literal["size", "sha256"] = "size"
+) -> tuple[type[nn.Module], type]:
     """`Model` and `ModelArgs` of an open bundle; `cache` names a plan, or "none" for mlx-lm's own.
 
-    Raises RecipeError for an unknown plan or a missing artifact.
+    `verify` says how an overlay's base is checked. Raises RecipeError for an unknown plan or a
+    missing artifact, BundleError for a configuration that does not belong to the manifest.
     """
-    config = mlx_lm_utils.load_config(bundle.path)
-    config.pop("model_file", None)
-    base, args = mlx_lm_utils._get_classes(config)
+    base, args = mlx_lm_utils._get_classes(load_config(bundle))
     plan = cache_plan(bundle, cache)
 
     class Model(base):  # type: ignore[misc, valid-type]
@@ -71,7 +75,7 @@ def classes_of(bundle: Bundle, cache: str | None = None) -> tuple[type[nn.Module
         def sanitize(self, weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
             """Set our own tensors aside; stored parameters went through the source's sanitize."""
             if bundle.manifest.weights.encoding == "overlay":
-                return base_weights(bundle)
+                return base_weights(bundle, verify)
             return {n: a for n, a in weights.items() if not n.startswith(ASIDE)}
 
         def make_cache(self) -> list[Any]:
@@ -89,6 +93,31 @@ def classes_of(bundle: Bundle, cache: str | None = None) -> tuple[type[nn.Module
     return Model, args
 
 
+def load_config(bundle: Bundle) -> dict[str, Any]:
+    """The bundle's configuration; BundleError if it is not that of the model in the manifest."""
+    described = bundle.manifest.model
+    try:
+        config: dict[str, Any] = mlx_lm_utils.load_config(bundle.path)
+        model_type = config["model_type"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise BundleError(f"{bundle.path}: config.json cannot be read: {error!r:.200}") from error
+    if model_type != described.model_type or not known_to_mlx_lm(config, model_type):
+        raise BundleError(
+            f"{bundle.path}: config.json has model_type {model_type!r:.80}, velox.json "
+            f"{described.model_type!r:.80}: damaged, or mlx-lm is too old for it"
+        )
+    for key in ("num_hidden_layers", "num_layers", "n_layers", "n_layer"):
+        count = config.get(key)
+        # Building layers costs time and memory before any file is read.
+        if isinstance(count, int) and count > 8 * len(described.layers):
+            raise BundleError(
+                f"{bundle.path}: config.json has {key} = {count}, velox.json "
+                f"{len(described.layers)} layers"
+            )
+    config.pop("model_file", None)
+    return config
+
+
 def cache_plan(bundle: Bundle, cache: str | None) -> ModelPlan | None:
     """Build a cache plan of the bundle from its artifacts; None for mlx-lm's own caches."""
     if cache == NO_CACHE or (cache is None and bundle.manifest.default_cache is None):
@@ -101,10 +130,11 @@ def cache_plan(bundle: Bundle, cache: str | None) -> ModelPlan | None:
     return register(built)
 
 
-def base_weights(bundle: Bundle) -> dict[str, mx.array]:
+def base_weights(bundle: Bundle, verify: Literal["size", "sha256"] = "size") -> dict[str, mx.array]:
     """Parameters of an overlay's base, from the Hub at the pinned commit, lazy.
 
-    Raises BundleError if the base is not the one that the bundle was made from.
+    The commit vouches for its files; "sha256" hashes them as well. Raises BundleError if the base
+    is not the one that the bundle was made from.
     """
     from velox_pack.source import resolve
 
@@ -112,7 +142,9 @@ def base_weights(bundle: Bundle) -> dict[str, mx.array]:
     if record.repo is None or record.revision is None:
         raise BundleError(f"{bundle.path}: an overlay without the repo that it lies over")
     source = resolve(record.repo, record.revision)
-    wrong = sorted(n for n, digest in source.hashes().items() if record.files.get(n) != digest)
+    wrong = [f.name for f in source.weight_files if f.name not in record.files]
+    if verify == "sha256" or not _COMMIT.fullmatch(record.revision):
+        wrong = sorted(n for n, digest in source.hashes().items() if record.files.get(n) != digest)
     if wrong:
         raise BundleError(
             f"{record.repo} at {record.revision} is not what {bundle.path.name} was made from: "

@@ -6,6 +6,7 @@ an exact cache, so that weights and cache can be judged apart.
 """
 
 import hashlib
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,14 +19,17 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from velox_pack import known_sources
+from velox_pack.architectures import positions
 from velox_pack.caches.plan import ModelPlan
 from velox_pack.calibrators.text import load_text, sequences
+from velox_pack.card import with_measured
 from velox_pack.door import cache_plan
 from velox_pack.environment import describe, fast_dtype
 from velox_pack.loader import load_model
 from velox_pack.manifests.bundle import Bundle, open_bundle, write_measured
-from velox_pack.manifests.errors import VeloxError
-from velox_pack.manifests.manifest import Layer
+from velox_pack.manifests.errors import BundleError, CalibrationError, VeloxError
+from velox_pack.manifests.files import locate
+from velox_pack.manifests.manifest import VERSION, Layer
 from velox_pack.onepass import OnePassCache
 from velox_pack.sizes import GENERATED, PROMPT, cache_bytes
 from velox_pack.source import Source, data_folder
@@ -74,7 +78,7 @@ def one_pass(
     for layer in layers:
         if plan is not None and layer.index in plan.layers and layer.cache_index is not None:
             caches[layer.cache_index] = OnePassCache(plan.layers[layer.index])
-    logits = model(tokens[None], cache=caches)[0].astype(mx.float32)
+    logits: mx.array = model(tokens[None], cache=caches)[0].astype(mx.float32)
     mx.eval(logits)
     return logits
 
@@ -95,16 +99,22 @@ def evaluate(
         text: held-out text; by default the built-in one, which no calibration sees.
         tokens: how many tokens to score, in windows of 512.
         source: where the source model lies, if it is a local folder that was moved.
-        write: put the result into velox.json.
+        write: put the result into velox.json and the card.
         report: told what is going on, a line at a time.
 
     Raises VeloxError for a damaged bundle, a missing source or unusable text.
     """
     say = report or (lambda line: None)
+    if tokens < 2:
+        raise CalibrationError(f"{tokens} tokens cannot be scored: give at least 2")
     bundle = open_bundle(path)
-    original = known_sources.find(bundle.manifest.source, source)
+    if write:
+        _require_writable(bundle)
     file = data_folder() / "text" / "heldout.txt" if text is None else Path(text).expanduser()
-    content = load_text(file)
+    content = _read(file)
+    say("looking for the source")
+    original = known_sources.find(bundle.manifest.source, source)
+    windows = _windows(original, content, tokens)
     dtype = fast_dtype()
     say("loading the source and the bundle")
     reference_model = _source_model(original, dtype)
@@ -115,8 +125,6 @@ def evaluate(
     plans = {plan.name: cache_plan(bundle, plan.name) for plan in bundle.manifest.caches}
     against_source: dict[str, Score] = {name: Score() for name in ("source", "weights", *plans)}
     against_exact: dict[str, Score] = {name: Score() for name in plans}
-    windows = _windows(original, content, tokens)
-    mx.reset_peak_memory()
     for number, ids in enumerate(windows):
         say(f"window {number + 1} of {len(windows)}: {ids.size} tokens, {1 + len(plans)} ways")
         row = mx.array(ids)
@@ -133,6 +141,7 @@ def evaluate(
         "text_sha256": hashlib.sha256(content.encode()).hexdigest(),
         "tokens": int(windows.size),
         "window": int(windows.shape[1]),
+        "tokens_held": PROMPT + GENERATED,
         "environment": describe() | {"dtype": str(dtype).removeprefix("mlx.core.")},
         "load_seconds": round(seconds, 3),
         "source": {"perplexity": against_source["source"].result()["perplexity"]},
@@ -144,8 +153,34 @@ def evaluate(
         scored["kl_cache"] = against_exact[name].result()["kl"]
         result["caches"][name] = scored | _bytes(layers, plan)
     if write:
-        write_measured(path, result)
+        write_measured(path, result, _card(bundle, result))
     return result
+
+
+def _require_writable(bundle: Bundle) -> None:
+    """Before the work, not after it. Raises BundleError."""
+    if not os.access(bundle.path, os.W_OK):
+        raise BundleError(f"{bundle.path}: cannot be written to, and the result goes in there")
+    if bundle.manifest.version > VERSION:
+        raise BundleError(
+            f"{bundle.path}: is of a newer format, only read here; upgrade velox-pack"
+        )
+
+
+def _read(file: Path) -> str:
+    try:
+        return load_text(file)
+    except CalibrationError as error:  # here the text is not one to calibrate on
+        raise CalibrationError(str(error).removeprefix("calibration ")) from error
+
+
+def _card(bundle: Bundle, result: dict[str, Any]) -> dict[str, bytes]:
+    """The bundle's card with the result in it, if it has a card."""
+    try:
+        text = locate(bundle.path, "README.md").read_text("utf-8")
+    except (BundleError, OSError, ValueError):
+        return {}
+    return {"README.md": with_measured(text, result).encode()}
 
 
 def _bytes(layers: tuple[Layer, ...], plan: ModelPlan | None) -> dict[str, Any]:
@@ -153,7 +188,6 @@ def _bytes(layers: tuple[Layer, ...], plan: ModelPlan | None) -> dict[str, Any]:
         raise VeloxError("a plain cache has no plan to count")
     found = cache_bytes(layers, plan)
     return {
-        "tokens_held": PROMPT + GENERATED,
         "state_bytes": found.state,
         "constant_bytes": found.constants,
         "plain_bytes": found.plain,
@@ -173,5 +207,8 @@ def _source_model(source: Source, dtype: mx.Dtype) -> nn.Module:
 
 def _windows(source: Source, text: str, tokens: int) -> np.ndarray:
     """Windows int32 [n, length] from stretches spread over the text: every kind in it counts."""
-    limit = int(source.config.get("max_position_embeddings") or WINDOW)
-    return sequences(source.tokenizer(), text, tokens, min(WINDOW, limit, tokens), seed=0)
+    limit = positions(source.config) or WINDOW
+    try:
+        return sequences(source.tokenizer(), text, tokens, min(WINDOW, limit, tokens), seed=0)
+    except CalibrationError as error:
+        raise CalibrationError(f"{error}: see --text and --tokens") from error

@@ -1,22 +1,27 @@
 """The job of one conversion: all that can be checked before anything slow starts."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from velox_pack import weights as weight_plans
-from velox_pack.caches import recipes
+from velox_pack.architectures import positions
+from velox_pack.caches import grammar, recipes
 from velox_pack.calibrators.text import load_text, sequences
 from velox_pack.calibrators.trace import LayerTrace, refuse_if_uncovered, trace
 from velox_pack.manifests.aligned import TensorSpec
 from velox_pack.manifests.errors import RecipeError, SourceError
 from velox_pack.manifests.files import require_space
 from velox_pack.manifests.manifest import Layer
+from velox_pack.manifests.names import check_name
 from velox_pack.manifests.place import check_destination
 from velox_pack.source import Source, data_folder, resolve
+
+Report = Callable[[str], None]
 
 DEFAULT_CACHES = ("ratequant+spectral",)
 DEFAULT_TOKENS = 8192
@@ -38,7 +43,8 @@ class Job:
     """A conversion that has passed every cheap check.
 
     `layers` describes each layer of the model; `specs` are the tensors to be stored, `packing`
-    says which modules become codes and which are kept and why.
+    says which modules become codes and which are kept and why; `source_bytes` is what the
+    source's parameters take.
     """
 
     source: Source
@@ -52,6 +58,7 @@ class Job:
     text: Text | None
     packing: weight_plans.Packing
     specs: dict[str, TensorSpec]
+    source_bytes: int
 
     @property
     def weight_bytes(self) -> int:
@@ -76,11 +83,13 @@ class Job:
         text = self.text
         return {
             "source": self.source.repo or self.source.name,
+            "revision": self.source.revision,
             "out": str(self.out),
-            "weights": self.weights.encoding,
+            "weights": grammar.write(self.weights.encoding, self.weights),
             "weight_bytes": self.weight_bytes,
+            "source_weight_bytes": self.source_bytes,
             "caches": [name for name, _ in self.caches],
-            "coverage": {"weights": self.packing.coverage(), "caches": self._cache_coverage()},
+            "coverage": {"weights": self._weight_coverage(), "caches": self._cache_coverage()},
             "kept": [{"path": path, "reason": reason} for path, reason in self.packing.kept],
             "calibration": None
             if text is None
@@ -90,6 +99,13 @@ class Job:
                 "length": int(text.tokens.shape[1]),
             },
         }
+
+    def _weight_coverage(self) -> str:
+        """What is packed; for a source that is quantized already, that it is."""
+        line = self.packing.coverage()
+        found = len(self.source.native_quantized)
+        quantized = found and self.packing.selection is None
+        return f"{line}, {found} modules of them quantized already" if quantized else line
 
     def _cache_coverage(self) -> str:
         """`3 of 18 layers cached by velox-pack; left to mlx-lm 15: reason`."""
@@ -104,26 +120,43 @@ class Job:
 
 
 def plan(
-    source: str,
+    source: str | Path,
     out: str | Path,
     *,
     revision: str | None = None,
     caches: Sequence[str] = (),
-    weights: str = weight_plans.DEFAULT,
+    weights: str | None = None,
     calibration: str | Path | None = None,
     calibration_tokens: int = DEFAULT_TOKENS,
     seed: int = 0,
     overwrite: bool = False,
-    report: Any = None,
+    report: Report | None = None,
 ) -> Job:
     """Check a conversion and say what it would do; reads headers and configuration alone.
 
+    Args:
+        source: `demo`, a folder in the Hub's layout, or a repo id of the Hub.
+        out: folder of the new bundle.
+        revision: branch, tag or commit of a Hub repo.
+        caches: cache recipes; the first is the default of the bundle.
+        weights: keep, overlay, lloyd:bits=4 or affine:bits=4,group=64; by default the last one, and
+            keep for a source that is quantized already.
+        calibration: UTF-8 text to calibrate on, by default a built-in one. It is used even if no
+            recipe needs it: filters for eviction come from it too.
+        calibration_tokens: how many tokens of it are run through the model.
+        seed: of every random choice.
+        overwrite: replace an existing bundle.
+        report: told what is going on, a line at a time.
+
     Raises SourceError, CalibrationError, RecipeError or BundleError, one line each.
     """
-    weight_plan = weight_plans.parse(weights)
+    source = str(source)
+    weight_plan = weight_plans.parse(weight_plans.DEFAULT if weights is None else weights)
     plans = _parse_caches(caches or DEFAULT_CACHES)
     out = Path(out).expanduser()
     check_destination(out, overwrite=overwrite)
+    needs_text = any("spectral-keys" in p.recipe.needs or p.ratequant for _, p in plans)
+    content = _read_text(calibration) if needs_text or calibration is not None else None
     found = resolve(source, revision, report=report)
     if isinstance(weight_plan, weight_plans.Overlay) and found.kind != "hub":
         raise RecipeError(
@@ -131,6 +164,9 @@ def plan(
             f"{'built in' if found.kind == 'demo' else 'a local folder'}; use keep"
         )
     found.check_weights()
+    _check_names(found)
+    if weights is None and found.native_quantized:
+        weight_plan = weight_plans.Keep()
     model = found.skeleton()
     traces = tuple(trace(model))
     refuse_if_uncovered(traces)
@@ -139,12 +175,13 @@ def plan(
         raise SourceError(f"{found.name}: {layers[0].reason}; there is no cache to compress")
     _check_recipes(plans, layers)
     packing = weight_plans.choose(model, weight_plan)
-    specs = weight_plans.specs_of(found.weights(), packing)
+    arrays = found.weights()
+    specs = weight_plans.specs_of(arrays, packing)
     require_space(out.parent, sum(s.nbytes for s in specs.values()) + SMALL_FILES)
-    needs_text = any("spectral-keys" in p.recipe.needs or p.ratequant for _, p in plans)
     text = None
-    if needs_text:
-        text = _tokenize(found, calibration, calibration_tokens, seed)
+    if content is not None:
+        name = "built-in" if calibration is None else Path(calibration).name
+        text = _tokenize(found, name, content, calibration_tokens, seed)
     return Job(
         source=found,
         out=out,
@@ -157,15 +194,23 @@ def plan(
         text=text,
         packing=packing,
         specs=specs,
+        source_bytes=sum(array.nbytes for array in arrays.values()),
     )
+
+
+def _check_names(source: Source) -> None:
+    for file in source.copy_list():
+        if problems := check_name(file.name):
+            raise SourceError(f"{source.name}: {problems[0]}; rename or remove it")
 
 
 def _parse_caches(texts: Sequence[str]) -> tuple[tuple[str, recipes.Plan], ...]:
     plans: dict[str, recipes.Plan] = {}
     for text in texts:
-        if text in plans:
-            raise RecipeError(f"--cache {text} is given twice")
-        plans[text] = recipes.parse(text)
+        plan = recipes.parse(text)
+        if plan.canonical in (other.canonical for other in plans.values()):
+            raise RecipeError(f"--cache {text} is given twice (it is {plan.canonical})")
+        plans["".join(text.split())] = plan
     return tuple(plans.items())
 
 
@@ -209,9 +254,7 @@ def rope_groups(traces: Sequence[LayerTrace]) -> dict[str, list[LayerTrace]]:
     }
 
 
-def _check_recipes(
-    plans: Sequence[tuple[str, recipes.Plan]], layers: Sequence[Layer]
-) -> None:
+def _check_recipes(plans: Sequence[tuple[str, recipes.Plan]], layers: Sequence[Layer]) -> None:
     for name, plan in plans:
         for layer in layers:
             if layer.covered:
@@ -221,13 +264,12 @@ def _check_recipes(
                     raise RecipeError(f"--cache {name}, layer {layer.index}: {error}") from None
 
 
-def _tokenize(source: Source, path: str | Path | None, tokens: int, seed: int) -> Text:
-    file = data_folder() / "text" / "calibration.txt" if path is None else Path(path).expanduser()
-    text = load_text(file)
-    config = source.config
-    limit = config.get("max_position_embeddings") or SEQUENCE
-    length = min(SEQUENCE, int(limit))
-    rows = sequences(source.tokenizer(), text, tokens, length, seed)
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    return Text("built-in" if path is None else file.name, digest, rows)
+def _read_text(path: str | Path | None) -> str:
+    built_in = data_folder() / "text" / "calibration.txt"
+    return load_text(built_in if path is None else Path(path).expanduser())
 
+
+def _tokenize(source: Source, name: str, text: str, tokens: int, seed: int) -> Text:
+    length = min(SEQUENCE, positions(source.config) or SEQUENCE, tokens)
+    rows = sequences(source.tokenizer(), text, tokens, length, seed)
+    return Text(name, hashlib.sha256(text.encode()).hexdigest(), rows)

@@ -28,7 +28,7 @@ def _key(hashes: Mapping[str, str]) -> str:
 def remember(source: Source, hashes: Mapping[str, str]) -> None:
     """Note where a local source lies; a cache folder that cannot be written is no error."""
     if source.kind == "local":
-        with suppress(OSError):
+        with suppress(OSError, RuntimeError):  # RuntimeError: a user without a home
             _folder().mkdir(parents=True, exist_ok=True)
             path = str(source.path.resolve())
             (_folder() / f"{_key(hashes)}.json").write_text(json.dumps({"path": path}))
@@ -60,7 +60,7 @@ def _remembered(record: SourceRecord) -> str:
     try:
         entry = json.loads((_folder() / f"{_key(record.files)}.json").read_text())
         path = str(entry["path"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, RuntimeError, ValueError, KeyError, TypeError):
         path = ""
     if not path or not Path(path).is_dir():
         raise SourceError(

@@ -1,18 +1,22 @@
 """Tables for people: data on stdout, progress on stderr."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import rich.console
 from rich.status import Status
 from rich.table import Table
+from rich.text import Text
 
 
 class Console:
     """One line of progress on stderr: a spinner on a terminal, plain lines in a log."""
 
     def __init__(self) -> None:
-        self._console = rich.console.Console(stderr=True, highlight=False)
+        self._console = rich.console.Console(
+            stderr=True, highlight=False, markup=False, emoji=False
+        )
         self._status: Status | None = None
         self._last = ""
 
@@ -28,12 +32,12 @@ class Console:
             return
         self._last = line
         if not self._console.is_terminal:
-            self._console.print(line, markup=False, soft_wrap=True)
+            self._console.print(line, soft_wrap=True)
         elif self._status is None:
-            self._status = self._console.status(line)
+            self._status = self._console.status(Text(line))
             self._status.start()
         else:
-            self._status.update(line)
+            self._status.update(Text(line))
 
     def stop(self) -> None:
         """Clear the line."""
@@ -43,9 +47,11 @@ class Console:
 
 
 def _out() -> rich.console.Console:
-    console = rich.console.Console(highlight=False)
+    """A console that prints text as it is: names may hold [ ] and : :."""
+    plain: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False}
+    console = rich.console.Console(**plain)
     # A pipe has no width: let no table be cut there.
-    return console if console.is_terminal else rich.console.Console(highlight=False, width=160)
+    return console if console.is_terminal else rich.console.Console(**plain, width=1000)
 
 
 def _table(*columns: str) -> Table:
@@ -68,19 +74,30 @@ def size(count: float) -> str:
 def show_job(summary: Mapping[str, Any], *, done: bool) -> None:
     """What a conversion did or would do."""
     out = _out()
+    revision = f" at {summary['revision'][:12]}" if summary["revision"] else ""
     verb = "wrote" if done else "would write"
-    out.print(f"{verb} {summary['out']} from {summary['source']}", markup=False)
-    out.print(summary["coverage"]["weights"], markup=False, soft_wrap=True)
-    out.print(summary["coverage"]["caches"], markup=False, soft_wrap=True)
-    for name in summary["caches"]:
-        out.print(f"cache {name}", markup=False)
-    out.print(f"parameters take {size(summary['weight_bytes'])}", markup=False)
-    if summary["calibration"]:
-        c = summary["calibration"]
-        out.print(
-            f"calibration: {c['tokens']} tokens of {c['text']} text in sequences of {c['length']}",
-            markup=False,
-        )
+    lines = [
+        f"{verb} {summary['out']} from {summary['source']}{revision}",
+        f"weights {summary['weights']}: {summary['coverage']['weights']}",
+        *_reasons(summary["kept"]),
+        f"parameters take {size(summary['weight_bytes'])}, "
+        f"the source's {size(summary['source_weight_bytes'])}",
+        f"caches: {summary['coverage']['caches']}",
+        *(f"  {name}{'' if n else ' (default)'}" for n, name in enumerate(summary["caches"])),
+    ]
+    if c := summary["calibration"]:
+        text = f"the {c['text']} text" if c["text"] == "built-in" else c["text"]
+        lines.append(f"calibration: {c['tokens']} tokens of {text}, {c['length']} in a sequence")
+    else:
+        lines.append("calibration: none, these caches need no data")
+    for line in lines:
+        out.print(line, soft_wrap=True)
+
+
+def _reasons(kept: Sequence[Mapping[str, str]]) -> list[str]:
+    """Lines that say how many modules are kept as they are, and why."""
+    reasons = Counter(item["reason"] for item in kept)
+    return [f"  kept {count}: {reason}" for reason, count in reasons.items()]
 
 
 def show_inspection(found: Mapping[str, Any]) -> None:
@@ -92,28 +109,34 @@ def show_inspection(found: Mapping[str, Any]) -> None:
     out.print(
         f"{name}{revision}, bundle format {'.'.join(map(str, found['format']))}, "
         f"{size(found['total_bytes'])}, fingerprint {found['fingerprint']}",
-        markup=False,
+        soft_wrap=True,
     )
     weights = found["weights"]
     options = ",".join(f"{k}={v}" for k, v in weights["parameters"].items())
+    total, packed = weights["parameters_total"], weights["parameters_packed"]
     out.print(
         f"weights: {weights['encoding']}{':' + options if options else ''}, "
-        f"{size(weights['bytes'])}, {weights['packed_layers']} layers packed",
-        markup=False,
+        f"{size(weights['memory_bytes'])}; {weights['packed_layers']} layers packed, "
+        f"{100 * packed / max(1, total):.0f} % of {total:,} parameters",
+        soft_wrap=True,
     )
-    reasons: dict[str, int] = {}
-    for kept in weights["kept"]:
-        reasons[kept["reason"]] = reasons.get(kept["reason"], 0) + 1
-    for reason, count in reasons.items():
-        out.print(f"  kept {count}: {reason}", markup=False)
+    for line in _reasons(weights["kept"]):
+        out.print(line, soft_wrap=True)
     _show_caches(out, found)
+    table = _table("what for", ">bytes")
+    for use, count in found["bytes_by_use"].items():
+        table.add_row(use, size(count))
+    out.print(table)
     table = _table("file", ">bytes")
     for file, count in found["file_bytes"].items():
         table.add_row(file, size(count))
     out.print(table)
     _show_layers(out, found["layers"])
     if found["measured"]:
-        show_measured(found["measured"])
+        try:
+            show_measured(found["measured"])
+        except (KeyError, TypeError, ValueError, AttributeError):  # its form is free
+            out.print("measured by another version of velox-pack: see --json")
 
 
 def _show_caches(out: rich.console.Console, found: Mapping[str, Any]) -> None:
@@ -135,9 +158,15 @@ def _show_caches(out: rich.console.Console, found: Mapping[str, Any]) -> None:
     if context:
         out.print(
             f"context: one sequence, all of {size(found['memory']['bytes'])} given to weights and "
-            "cache; the system and activations need some too",
-            markup=False,
+            f"cache; the system and activations need some too{_known(found['memory'])}",
+            soft_wrap=True,
         )
+
+
+def _known(memory: Mapping[str, Any]) -> str:
+    """A reminder that memory is not all."""
+    known = memory["positions"]
+    return f"; the model itself takes {known:,} tokens" if known else ""
 
 
 def _show_layers(out: rich.console.Console, layers: Sequence[Mapping[str, Any]]) -> None:
@@ -178,7 +207,6 @@ def show_measured(result: Mapping[str, Any]) -> None:
         f"{result['tokens']} tokens of {result['text']} text in windows of {result['window']}, "
         f"generation semantics; loaded in {result['load_seconds']:.2f} s; "
         f"{environment['device']}, {environment['dtype']}",
-        markup=False,
         soft_wrap=True,
     )
 
@@ -191,4 +219,4 @@ def show_recipes(rows: Sequence[Mapping[str, Any]]) -> None:
         options = ", ".join(f"{k}={v}" for k, v in row["options"].items())
         table.add_row(row["name"], options or "-", row["about"])
     out.print(table)
-    out.print("combine with +, as in ratequant+spectral:bits=3", markup=False)
+    out.print("combine with +, as in ratequant+spectral:bits=3", soft_wrap=True)

@@ -7,6 +7,7 @@ weights that stay on disk until somebody asks for one of them.
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -82,7 +83,7 @@ def resolve(source: str, revision: str | None = None, *, report: Report | None =
             raise SourceError(f"{source}: a revision belongs to a repo of the Hub, not to a folder")
         path = data_folder() / DEMO if source == DEMO else folder
         kind: Literal["demo", "local"] = "demo" if source == DEMO else "local"
-        name = DEMO if source == DEMO else folder.absolute().name
+        name = DEMO if source == DEMO else os.path.basename(os.path.abspath(folder)) or "model"
         return _finish(Source(kind, name, None, None, path, _read_config(path, source)), source)
     path = fetch(source, revision, TEXT_PATTERNS, optional=LICENCE_PATTERNS, report=report)
     commit = path.name
@@ -195,6 +196,16 @@ class Source:
         }
         if told := [f"{what}: {_some(names)}" for what, names in problems.items() if names]:
             raise SourceError(f"{self.name}: weights {'; '.join(told)}")
+
+    def check_finite(self) -> None:
+        """Read all weights, one at a time, and refuse NaN and infinity.
+
+        Raises:
+            SourceError: names the tensor.
+        """
+        weights = self.weights()
+        for name in sorted(weights):
+            check_finite(name, weights.pop(name))
 
     def tokenizer(self) -> Any:
         """Load the tokenizer as mlx-lm does (its `TokenizerWrapper`).

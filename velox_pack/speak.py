@@ -8,7 +8,7 @@ from mlx_lm.generate import stream_generate
 from mlx_lm.sample_utils import make_sampler
 
 from velox_pack.environment import on_cpu
-from velox_pack.loader import load
+from velox_pack.loader import load, locate
 
 
 def speak(
@@ -29,7 +29,7 @@ def speak(
     """
     report(f"loading {bundle}")
     dtype = mx.float32 if on_cpu() else None
-    model, tokenizer = load(bundle, cache=cache, revision=revision, dtype=dtype)
+    model, tokenizer = load(locate(bundle, revision, report), cache=cache, dtype=dtype)
     mx.random.seed(seed)
     tokens: str | list[int] = prompt
     if tokenizer.has_chat_template and not raw:

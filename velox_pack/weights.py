@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -27,21 +27,21 @@ from velox_pack.source import Source, check_finite
 class Keep:
     """Parameters are copied as they are."""
 
-    encoding: ClassVar[str] = "keep"
+    encoding: ClassVar[Literal["keep"]] = "keep"
 
 
 @dataclass(frozen=True)
 class Overlay:
     """No parameters are stored; the bundle names the Hub repo and commit that has them."""
 
-    encoding: ClassVar[str] = "overlay"
+    encoding: ClassVar[Literal["overlay"]] = "overlay"
 
 
 @dataclass(frozen=True)
 class Lloyd:
     """Rotated rows, Lloyd-Max levels, one scale per row: smallest at equal quality."""
 
-    encoding: ClassVar[str] = "lloyd"
+    encoding: ClassVar[Literal["lloyd"]] = "lloyd"
     bits: int = 4
 
     def __post_init__(self) -> None:
@@ -54,7 +54,7 @@ class Lloyd:
 class Affine:
     """Rotated rows in MLX's own affine format: `mx.quantized_matmul` multiplies it everywhere."""
 
-    encoding: ClassVar[str] = "affine"
+    encoding: ClassVar[Literal["affine"]] = "affine"
     bits: int = 4
     group: int = 64
 
@@ -116,7 +116,8 @@ def choose(model: nn.Module, plan: WeightPlan) -> Packing:
     elif isinstance(plan, Affine):
         selection = select(model, "affine", plan.bits, plan.group)
     else:
-        total = sum(int(a.size) for _, a in tree_flatten(model.parameters()))
+        flat = cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))
+        total = sum(int(a.size) for _, a in flat)
         return Packing(plan, None, total)
     return Packing(plan, selection, selection.parameters_total)
 
@@ -160,25 +161,32 @@ def write(
     """
     weights = source.weights()
     book = codebooks.fit().levels if isinstance(packing.plan, Lloyd) else {}
-    for name in sorted(weights):
-        array = weights.pop(name, None)
-        if array is None:  # a bias that went with its weight
-            continue
-        path, _, role = name.rpartition(".")
+    block = ""
+    for name in sorted(weights, key=_natural):
+        path = name.rpartition(".")[0]
         spec = packing.packed.get(path)
-        check_finite(name, array)
         if spec is None:
+            array = weights.pop(name)
+            check_finite(name, array)
             writer.write(name, array)
-            continue
-        other = weights.pop(f"{path}.{'bias' if role == 'weight' else 'weight'}", None)
-        weight, bias = (array, other) if role == "weight" else (other, array)
-        if bias is not None:
-            check_finite(f"{path}.bias", bias)
-        report(f"packing {_block(path)}")
-        levels = mx.array(book[spec.bits]) if spec.encoding == "lloyd" else None
-        for tensor, value in pack_linear(path, weight, bias, spec, rotations, levels).items():
-            writer.write(tensor, value)
-        del array, other, weight, bias
+            del array
+        elif f"{path}.weight" in weights:  # else this is a bias that went with its weight
+            weight, bias = weights.pop(f"{path}.weight"), weights.pop(f"{path}.bias", None)
+            check_finite(f"{path}.weight", weight)
+            if bias is not None:
+                check_finite(f"{path}.bias", bias)
+            if _block(path) != block:
+                block = _block(path)
+                report(f"packing {block}")
+            levels = mx.array(book[spec.bits]) if spec.encoding == "lloyd" else None
+            for tensor, value in pack_linear(path, weight, bias, spec, rotations, levels).items():
+                writer.write(tensor, value)
+            del weight, bias
+
+
+def _natural(name: str) -> list[tuple[bool, int, str]]:
+    """Sorts layers.10 after layers.9."""
+    return [(not p.isdigit(), int(p) if p.isdigit() else 0, p) for p in name.split(".")]
 
 
 def _block(path: str) -> str:
@@ -202,12 +210,17 @@ def rotations_of(
     return rotations, tensors
 
 
-def record(packing: Packing, rotations: Mapping[str, StructuredRotation]) -> manifest.Weights:
-    """The manifest's account of the weights."""
+def record(
+    packing: Packing, rotations: Mapping[str, StructuredRotation], source_bytes: int
+) -> manifest.Weights:
+    """The manifest's account of the weights; an overlay's says how large its base is."""
     stored = rotations_to_tensors(rotations)
+    parameters = asdict(packing.plan)
+    if isinstance(packing.plan, Overlay):
+        parameters["base_bytes"] = source_bytes
     return manifest.Weights(
         encoding=packing.plan.encoding,
-        parameters=asdict(packing.plan),
+        parameters=parameters,
         rotations={
             name: manifest.Rotation(
                 width=rotation.width,

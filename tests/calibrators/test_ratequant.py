@@ -30,7 +30,8 @@ def test_curves_are_recovered() -> None:
 def test_real_bits_follow_the_closed_form() -> None:
     """One beta, equal sizes: b = target + log_beta(s / geometric mean of s)."""
     s = np.exp(np.random.default_rng(0).standard_normal(12))
-    bits = ratequant.reverse_waterfill(s, np.full(12, 4.0), 3.0, np.ones(12), 0.0, 20.0)
+    curves = [Distortion(1.0, 4.0)] * 12
+    bits = ratequant.reverse_waterfill(s, 0 * s, curves, 3.0, np.ones(12), 0.0, 20.0)
     expected = 3 + np.log(s / np.exp(np.log(s).mean())) / np.log(4.0)
     np.testing.assert_allclose(bits, expected, atol=1e-9)
 
@@ -39,18 +40,20 @@ def test_steps_are_the_optimum() -> None:
     rng = np.random.default_rng(1)
     for _ in range(10):
         s = np.exp(1.5 * rng.standard_normal(4))
+        c = np.exp(3 * rng.standard_normal(4)) * rng.integers(0, 2, 4)
         curves = [
             Distortion(*x) for x in zip(rng.uniform(0.5, 2, 4), rng.uniform(3, 6, 4), strict=True)
         ]
         ones = np.ones(4)
-        found = ratequant.spread(s, curves, 2.0, ones, ones / 2, lowest=1, highest=4)
-
-        def cost(bits: np.ndarray, s: np.ndarray = s, curves: list[Distortion] = curves) -> float:
-            return float(sum(a * c.at(b) for a, c, b in zip(s, curves, bits, strict=True)))
-
+        found = ratequant.spread(s, curves, 2.0, ones, ones / 2, shrink=c, lowest=1, highest=4)
         grid = np.arange(1, 4.5, 0.5)
-        best = min(cost(np.array(b)) for b in product(grid, repeat=4) if sum(b) <= 8)
-        assert cost(found) == pytest.approx(best)
+        losses = [
+            a * f.at(grid) + b * f.at(grid) ** 2 for a, b, f in zip(s, c, curves, strict=True)
+        ]
+        choices = [p for p in product(range(len(grid)), repeat=4) if grid[list(p)].sum() <= 8]
+        best = min(sum(loss[n] for loss, n in zip(losses, p, strict=True)) for p in choices)
+        mine = sum(loss[int(2 * b - 2)] for loss, b in zip(losses, found, strict=True))
+        assert mine == pytest.approx(best)
 
 
 @given(st.lists(st.floats(1e-6, 1e3), min_size=4, max_size=40), st.floats(1.0, 6.0))

@@ -18,7 +18,7 @@ SIZE = 0.02  # relative noise
 
 
 def test_predicts_the_cost_of_noise_on_the_demo_model(demo: Any) -> None:
-    tokens = demo.tokens[:2]
+    tokens = demo.tokens[:1]
     streaming = demo.streaming()
     found = sensitivity.measure(streaming, tokens, demo.traces, demo.statistics)
     assert found.tokens == tokens.size

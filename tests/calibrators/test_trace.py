@@ -166,6 +166,7 @@ MAMBA = {
     "use_conv_bias": True,
     "time_step_rank": 4,
 }
+STABLELM = NORM | {"partial_rotary_factor": 0.25, "use_qkv_bias": False}
 GEMMA2 = {
     "query_pre_attn_scalar": 16,
     "attn_logit_softcapping": 50.0,
@@ -209,7 +210,7 @@ FALCON_H1 = dict.fromkeys(
         ("mamba", MAMBA, "no attention", False, "none"),
         ("gemma2", GEMMA2, "computes attention by itself", False, "full"),
         ("deepseek_v3", DEEPSEEK, "latent attention", True, "other"),
-        ("stablelm", NORM | {"partial_rotary_factor": 0.25}, "between the cache", True, "other"),
+        ("stablelm", STABLELM, "between the cache", True, "other"),
         ("falcon_h1", FALCON_H1, "one part of a CacheList", True, "full"),
     ],
 )

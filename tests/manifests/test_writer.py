@@ -97,13 +97,19 @@ def test_old_bundle_survives_a_failed_swap(
         rename(source, target)
 
     monkeypatch.setattr(place, "_rename", fail)
+    monkeypatch.setattr(place, "_exchange", lambda one, other: False)
     with pytest.raises((OSError, KeyboardInterrupt)):
         make_bundle(out, overwrite=True)
     assert snapshot(tmp_path) == before
     assert listing(tmp_path) == ["b"]
 
 
-def test_overwrite_replaces_the_whole_bundle(tmp_path: Path) -> None:
+@pytest.mark.parametrize("exchange", [True, False])
+def test_overwrite_replaces_the_whole_bundle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool
+) -> None:
+    if not exchange:
+        monkeypatch.setattr(place, "_exchange", lambda one, other: False)
     out = tmp_path / "b"
     make_bundle(out)
     fresh = snapshot(out)

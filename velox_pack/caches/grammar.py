@@ -65,8 +65,9 @@ def make(cls: type, name: str, options: tuple[tuple[str, str], ...]) -> Any:
 
 
 def _number(value: float) -> str:
-    """The shortest text that reads back as the same number; 3, not 3.0."""
-    return f"{value:g}" if float(f"{value:g}") == value else repr(value)
+    """Short text that reads back as the same number: 3, not 3.0; no `+`, which parts recipes."""
+    short = f"{value:g}"
+    return (short if float(short) == value else repr(value)).replace("e+", "e")
 
 
 def write(name: str, recipe: Any) -> str:

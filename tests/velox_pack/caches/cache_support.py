@@ -1,16 +1,28 @@
 """Plans and caches for a model, made as a conversion makes them but without a bundle."""
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import KVCache
 
 from velox_pack.attention import install
 from velox_pack.caches import recipes
 from velox_pack.caches.cache import VeloxCache
+from velox_pack.caches.codecs.affine import Affine
+from velox_pack.caches.codecs.exact import Exact
+from velox_pack.caches.codecs.rope import BeforeRope, RopeTable
+from velox_pack.caches.codecs.rotated import (
+    Eigenbasis,
+    LevelTable,
+    LogNorm,
+    PlainNorm,
+    RotatedScalar,
+    Structured,
+)
 from velox_pack.caches.plan import LayerPlan, ModelPlan
 from velox_pack.caches.shelf import Shelf
 from velox_pack.calibrators import center, codebooks, spectral, waterfill
@@ -28,6 +40,11 @@ def text_tokens(source: str, name: str, rows: int, length: int) -> np.ndarray:
     text = (data_folder() / "text" / name).read_text("utf-8")[: 8 * rows * length]
     ids = resolve(source).tokenizer().encode(text)[: rows * length]
     return np.array(ids, dtype=np.int32).reshape(rows, length)
+
+
+def random_tokens(rows: int, length: int, seed: int = 0) -> np.ndarray:
+    """Token ids int32 [rows, length] for models of 256 bytes."""
+    return np.random.default_rng(seed).integers(0, 256, (rows, length)).astype(np.int32)
 
 
 @dataclass(frozen=True)
@@ -50,8 +67,10 @@ class Prepared:
         return self.plans[recipe]
 
     def caches(self, plan: ModelPlan | str | None, kind: type | None = None) -> list:
-        """Fresh caches: VeloxCache (or `kind(layer plan)`) for covered layers, mlx-lm's elsewhere."""
-        caches = make_prompt_cache(self.model)
+        """Fresh caches: VeloxCache, or `kind(layer plan)`, where covered; else mlx-lm's own."""
+        # The class's own: a test may have put another make_cache on the model.
+        make = getattr(type(self.model), "make_cache", None)
+        caches = make(self.model) if make else [KVCache() for _ in self.model.layers]
         plan = self.plan(plan) if isinstance(plan, str) else plan
         for index, own in plan.layers.items() if plan else ():
             at = self.layers[index].cache_index
@@ -169,3 +188,64 @@ def _widths(
         layers=tuple(layer.index for layer in covered),
     )
     return {"widths": opened(made)}
+
+
+def example_plans(heads: int = 2, dim: int = 64) -> dict[str, LayerPlan]:
+    """One plan of each kind of codec for keys and values of these sizes; nothing is fitted."""
+    table = LevelTable(dict(opened(codebooks.fit()).levels))
+    rng = np.random.default_rng(0)
+    basis = np.linalg.qr(rng.standard_normal((heads, dim, dim)))[0]
+    variance = np.broadcast_to(1.0 / np.arange(1, dim + 1), (heads, dim))
+    share = variance / variance.sum(axis=-1, keepdims=True)
+    spectral = RotatedScalar(
+        turn=Eigenbasis(mx.array(basis.astype(np.float16))),
+        sigma=mx.array(np.sqrt(share).astype(np.float32)),
+        widths=tuple(int(w) for w in waterfill.widths(variance, 3)[0]),
+        table=table,
+        norm=LogNorm(-2.0, 0.03),
+        mean=mx.array(rng.standard_normal((heads, dim)).astype(np.float32)),
+    )
+    rotated = RotatedScalar(
+        turn=Structured(make_rotation(dim, 0)),
+        sigma=mx.full((heads, dim), dim**-0.5),
+        widths=(3,) * dim,
+        table=table,
+        norm=PlainNorm(),
+    )
+    inv_freq = mx.array((10000.0 ** (-np.arange(0, dim, 2) / dim)).astype(np.float32))
+    before = BeforeRope(spectral, RopeTable(inv_freq, False))
+    token, channel = (Affine(4, 32, dim, axis) for axis in ("token", "channel"))
+    return {
+        "exact": LayerPlan(Exact(), Exact(), 4, 24, 8),
+        "rotated": LayerPlan(rotated, rotated, 4, 24, 8),
+        "spectral": LayerPlan(before, rotated, 4, 24, 8),
+        "no window": LayerPlan(before, rotated, 0, 0, 1),
+        "token": LayerPlan(token, token, 4, 24, 64),
+        "channel": LayerPlan(channel, token, 4, 24, 64),
+        "channel, no sinks": LayerPlan(channel, channel, 0, 0, 32),
+    }
+
+
+def rows_of(tokens: int, batch: int = 1, heads: int = 2, dim: int = 64, seed: int = 0) -> mx.array:
+    """Random float32 [batch, heads, tokens, dim]."""
+    shape = (batch, heads, tokens, dim)
+    return mx.array(np.random.default_rng(seed).standard_normal(shape, np.float32))
+
+
+def fill(cache: VeloxCache, keys: mx.array, values: mx.array, chunks: list[int]) -> VeloxCache:
+    """Put keys and values [B, H, N, D] into a cache in chunks, as a model's layer would."""
+    start = 0
+    for size in chunks:
+        piece = slice(start, start + size)
+        cache.update_and_fetch(keys[:, :, piece], values[:, :, piece])
+        start += size
+    cache.settle()
+    mx.eval(cache.arrays())
+    return cache
+
+
+def everything(cache: VeloxCache) -> tuple[mx.array, mx.array]:
+    """All keys and values decoded, float32."""
+    held = copy.deepcopy(cache)
+    held.settle()
+    return held._all(mx.float32)

@@ -4,17 +4,16 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))  # cache_support.py
 
 import mlx.core as mx
-import numpy as np
 import pytest
-from cache_support import Prepared, prepare, text_tokens
+from cache_support import Prepared, prepare, random_tokens, text_tokens
 
 CALIBRATION, HELDOUT = "calibration.txt", "heldout.txt"
 
 
 @pytest.fixture(scope="session")
 def demo() -> Prepared:
-    """The demo model, its artifacts fitted on 4,096 tokens of the calibration text."""
-    return prepare("demo", text_tokens("demo", CALIBRATION, 8, 512))
+    """The demo model, its artifacts fitted on 2,048 tokens of the calibration text."""
+    return prepare("demo", text_tokens("demo", CALIBRATION, 4, 512))
 
 
 @pytest.fixture(scope="session")
@@ -36,7 +35,3 @@ def tiny(tiny_model):
         return made[key]
 
     return get
-
-
-def random_tokens(rows: int, length: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 256, (rows, length)).astype(np.int32)
