@@ -120,4 +120,5 @@ def measure(folder: Path) -> list[dict[str, Any]]:
 
 if __name__ == "__main__":
     found = [row for folder in sys.argv[1:] for row in measure(Path(folder))]
-    print(save("cache_quality", found, windows=f"{WINDOWS} x 512", tokens_for_bytes=f"{PROMPT} + {GENERATED}"))
+    held = f"{PROMPT} + {GENERATED}"
+    print(save("cache_quality", found, windows=f"{WINDOWS} x 512", tokens_for_bytes=held))

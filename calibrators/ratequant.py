@@ -21,6 +21,10 @@ Array = np.ndarray
 
 # Bits at which curves are fitted: where allocations end up. Below, the exponential is no good fit.
 FIT_FROM, FIT_TO = 1.5, 5.0
+# Errors of a third of the signal are no small perturbation. Measured on a model of 12 layers: at 3
+# bits on average, with layers down to 1 bit, the first term alone loses to uniform bits (KL 0.052
+# against 0.032); from 2 bits on, and with both terms, it wins (0.030).
+LOWEST = 2.0
 
 
 @dataclass(frozen=True)
@@ -152,15 +156,15 @@ def allocate(
     target: float,
     dims: Mapping[int, tuple[int, int]],
     *,
-    lowest: float = 1.0,
+    lowest: float = LOWEST,
     highest: float = 8.0,
 ) -> tuple[Allocation, ...]:
     """Bits for the keys and values of all layers in `sensitivity`, averaging `target`.
 
     `keys` and `values` hold each layer's distortion curve, `dims` its (k_dim, v_dim). All layers
-    compete for the same bits; one artifact is made for each number of KV heads. Its `achieved` is
-    the average over all of them, its details hold the curves and the predicted KL in nats, beside
-    that of uniform bits.
+    compete for the same bits, but none gets fewer than `lowest` (or `target`, if that is less). One
+    artifact is made for each number of KV heads. Its `achieved` is the average over all layers; its
+    details hold the curves and the predicted KL in nats, beside that of uniform bits.
     """
     layers = sorted(sensitivity.keys)
     units = [(i, 0, sensitivity.keys[i], keys[i]) for i in layers]

@@ -70,7 +70,7 @@ def select(
             if spec is not None:
                 packed[path] = spec
                 continue
-        kept.append(Kept(path, reason or "", size, linear))
+        kept.append(Kept(path or "(model)", reason or "", size, linear))
     total = sum(_own_parameters(module) for module in modules.values())
     parameters_packed = sum(s.parameters for s in packed.values())
     return Selection(dict(sorted(packed.items())), tuple(kept), parameters_packed, total)

@@ -76,10 +76,11 @@ def show_job(summary: Mapping[str, Any], *, done: bool) -> None:
     out = _out()
     revision = f" at {summary['revision'][:12]}" if summary["revision"] else ""
     verb = "wrote" if done else "would write"
+    packed = summary["coverage"]["weights"]
     lines = [
         f"{verb} {summary['out']} from {summary['source']}{revision}",
-        f"weights {summary['weights']}: {summary['coverage']['weights']}",
-        *_reasons(summary["kept"]),
+        f"weights {summary['weights']}: {packed}",
+        *_reasons([k for k in summary["kept"] if k["reason"] not in packed]),
         f"parameters take {size(summary['weight_bytes'])}, "
         f"the source's {size(summary['source_weight_bytes'])}",
         f"caches: {summary['coverage']['caches']}",

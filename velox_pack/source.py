@@ -217,7 +217,10 @@ class Source:
             raise SourceError(f"{self.name}: no tokenizer in {self.path}: add tokenizer.json")
         ends = mlx_lm_utils.load_config(self.path).get("eos_token_id")
         try:
-            return mlx_lm_utils.load_tokenizer(self.path, {"trust_remote_code": False}, ends)
+            found = mlx_lm_utils.load_tokenizer(self.path, {"trust_remote_code": False}, ends)
+            # More text is encoded than the model is given: no reason to warn anybody.
+            found._tokenizer.model_max_length = 1 << 62
+            return found
         except Exception as error:  # transformers raises nearly anything
             why = _first_line(error)
             if "trust_remote_code" in str(error):

@@ -108,6 +108,20 @@ def test_planted_sensitivities_beat_uniform_bits_and_a_borrowed_curve_does_worse
     right.to_tensors()
 
 
+def test_what_shrinking_costs_earns_bits() -> None:
+    """Values that are attended broadly: noise averages out, a coherent error does not."""
+    heads = dict.fromkeys(range(4), np.full(2, 0.1))
+    dims, curves = dict.fromkeys(range(4), (64, 64)), dict.fromkeys(range(4), Distortion(1.2, 3.7))
+    broad = Sensitivity(heads, heads, 1000, shrink_values={0: 5.0})
+    (plain,) = ratequant.allocate(Sensitivity(heads, heads, 1000), curves, curves, 2.5, dims)
+    (given_,) = ratequant.allocate(broad, curves, curves, 2.5, dims)
+    assert set(plain.keys.tolist()) | set(plain.values.tolist()) == {2.5}
+    assert given_.values[0] == given_.values.max() > 2.5
+    assert given_.details["shrink_values"] == [5.0, 0.0, 0.0, 0.0]
+    (low,) = ratequant.allocate(broad, curves, curves, 1.5, dims)
+    assert low.keys.min() == 1.5  # nobody gets less than the average where it is below LOWEST
+
+
 def test_layers_of_other_head_counts_compete_for_the_same_bits() -> None:
     keys = {0: np.ones(2), 1: np.ones(4), 2: np.ones(2)}
     found = Sensitivity(keys, keys, 10)

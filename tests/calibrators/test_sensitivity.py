@@ -54,6 +54,31 @@ def test_predicts_the_cost_of_noise_on_the_demo_model(demo: Any) -> None:
     assert np.all((ratios > 0.6) & (ratios < 1.7))  # not only the order: nats
 
 
+def test_predicts_the_cost_of_shrinking_on_the_demo_model(demo: Any) -> None:
+    """Of all values of a layer towards their mean; few sequences, so within a factor of 3."""
+    tokens, part = demo.tokens, 0.2
+    streaming = demo.streaming()
+    found = sensitivity.measure(streaming, tokens, demo.traces, demo.statistics)
+    exact = _log_probabilities(streaming, tokens, None)
+    true = {}
+    for index in (0, 3, 5):
+        mean = mx.array(demo.statistics[index].values.mean.astype(np.float32))[:, None]
+
+        def shrunk(i: int, call: AttentionCall) -> tuple[mx.array, mx.array] | None:
+            if i != index:  # noqa: B023
+                return None
+            change = part * (mean - call.values)  # noqa: B023
+            change[:, :, :4] = 0
+            return call.keys, call.values + change
+
+        other = _log_probabilities(streaming, tokens, shrunk)
+        true[index] = mx.sum(mx.exp(exact) * (exact - other), axis=-1).mean().item()
+    predicted = {i: part**2 * found.shrink_values[i] for i in true}
+    noise = sum(part**2 * found.values[i].sum() for i in true)
+    assert sum(true.values()) > 2 * noise  # which is why it has a term of its own
+    assert 1 / 3 < sum(predicted.values()) / sum(true.values()) < 3
+
+
 def _log_probabilities(streaming: StreamingForward, tokens: np.ndarray, replace: Any) -> mx.array:
     hidden = streaming.run(tokens, replace=replace)
     logits = sensitivity.head(streaming, tokens, hidden)

@@ -127,7 +127,7 @@ def test_other_modules_by_name():
     selection = select(Model(), "lloyd", 4)
     assert list(selection.packed) == ["layers.0.good"]
     assert {k.path: k.reason for k in selection.kept} == {
-        "": "not a linear layer (Model)",
+        "(model)": "not a linear layer (Model)",
         "layers.0.conv": "not a linear layer (Conv1d)",
         "layers.0.narrow": "would not get smaller",
         "layers.0.strange": "a linear of a kind of its own (Strange)",
