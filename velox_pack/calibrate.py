@@ -161,7 +161,8 @@ def _allocate(
     }
     dims = {layer.index: (layer.k_dim, layer.v_dim) for layer in covered}
     target = _average(plan.recipe.bits_of(), covered)
-    found = ratequant.allocate(measured, curves["keys"], curves["values"], target, dims)
+    # Down to 1 bit: with sensitivities of what is coded alone that wins (benchmarks/cache_quality).
+    found = ratequant.allocate(measured, curves["keys"], curves["values"], target, dims, lowest=1.0)
     bits = {
         layer: (float(a.keys[row]), float(a.values[row]))
         for a in found
