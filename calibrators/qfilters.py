@@ -1,6 +1,6 @@
 """Q-Filters: one direction per KV head along which keys are attended or ignored.
 
-Source: Q-Filters, arXiv 2503.02812 (abstract and introduction read; section 3 as described in
+Source: Q-Filters, arXiv 2503.02812 (abstract read; section 3 as described in
 DESIGN), and the calibration script of a fork of the authors' code. Queries after RoPE of each query
 head, NOT centred, are decomposed by SVD; the first right vector is oriented by its left vector and
 averaged over the query heads that share a KV head.

@@ -1,6 +1,6 @@
 """RateQuant: how many bits each layer's keys and values get, from measured sensitivities.
 
-Source: RateQuant, arXiv 2605.06675 (abstract and introduction read; the rest as described in
+Source: RateQuant, arXiv 2605.06675 (abstract read; the rest as described in
 DESIGN): each quantizer has a distortion curve of its own, D(b) = alpha * beta^-b, to be fitted and
 never borrowed; bits follow in closed form by reverse water-filling. Here a unit is the keys or the
 values of one layer (its heads share widths), and bits come in steps that fill whole 32-bit words of
