@@ -9,13 +9,14 @@ sees the token being decoded through its codes as well, as it does when it gener
 counted by filling the caches with bfloat16 tokens and walking their arrays.
 """
 
+import json
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from common import save
+from common import HERE, save
 from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
 
 from velox_pack.caches.codecs.affine import Affine
@@ -119,6 +120,10 @@ def measure(folder: Path) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    found = [row for folder in sys.argv[1:] for row in measure(Path(folder))]
-    held = f"{PROMPT} + {GENERATED}"
-    print(save("cache_quality", found, windows=f"{WINDOWS} x 512", tokens_for_bytes=held))
+    # Rows of models that are not named this time stay as they are.
+    path = HERE / "cache_quality.json"
+    rows = json.loads(path.read_text())["rows"] if path.exists() else []
+    for folder in map(Path, sys.argv[1:]):
+        rows = [row for row in rows if row["model"] != folder.name] + measure(folder)
+        held = f"{PROMPT} + {GENERATED}"
+        print(save("cache_quality", rows, windows=f"{WINDOWS} x 512", tokens_for_bytes=held))

@@ -73,10 +73,19 @@ def classes_of(
             self.velox_plan = plan
 
         def sanitize(self, weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
-            """Set our own tensors aside; stored parameters went through the source's sanitize."""
+            """Set our own tensors aside; stored parameters went through the source's sanitize.
+
+            The architecture's own is called all the same, for what it does to the model: gemma3's
+            drops an output head that no weights came for.
+            """
             if bundle.manifest.weights.encoding == "overlay":
-                return base_weights(bundle, verify)
-            return {n: a for n, a in weights.items() if not n.startswith(ASIDE)}
+                kept = base_weights(bundle, verify)
+            else:
+                kept = {n: a for n, a in weights.items() if not n.startswith(ASIDE)}
+            own = getattr(super(), "sanitize", None)
+            if own is not None:
+                own(dict(kept))
+            return kept
 
         def make_cache(self) -> list[Any]:
             """Fresh caches: ours where the plan covers a layer, mlx-lm's own elsewhere."""
