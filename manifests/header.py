@@ -1,7 +1,7 @@
 """A strict reader of safetensors headers: what stands between a hostile file and `mx.load`.
 
 `mx.load` trusts the header (a file that lies about its size can crash the process), so every
-file is checked here first. Rules: https://huggingface.co/docs/safetensors (format): u64
+file is checked here first. Rules, from the documentation of safetensors: u64
 little-endian header length, JSON that starts with `{` and may end in spaces, no duplicate names,
 data without holes or overlap up to the last byte of the file.
 """
