@@ -1,8 +1,11 @@
 """A fast BLAS for MLX's CPU backend on Linux, whose wheel brings the reference one."""
 
 import ctypes
+import os
 import sys
 from contextlib import suppress
+
+_loaded = False
 
 
 def preload() -> None:
@@ -14,3 +17,10 @@ def preload() -> None:
     if sys.platform == "linux" and "mlx.core" not in sys.modules:
         with suppress(OSError):
             ctypes.CDLL("libopenblas.so.0", mode=ctypes.RTLD_GLOBAL)
+            global _loaded
+            _loaded = True
+
+
+def is_preloaded() -> bool:
+    """Whether a BLAS came before MLX's own: loaded here, or by LD_PRELOAD."""
+    return _loaded or "blas" in os.environ.get("LD_PRELOAD", "").lower()

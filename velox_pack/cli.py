@@ -5,6 +5,7 @@ Data goes to stdout, progress and errors to stderr. Exit codes: 0, 1 for an erro
 """
 
 import json
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -176,6 +177,8 @@ def generate(
     """Load BUNDLE (a folder or a Hub repo) and go on from a prompt."""
     from velox_pack.speak import speak
 
+    if not math.isfinite(options["temp"]):
+        raise click.BadParameter("--temp must be a finite number")
     pieces = []
     with Console() as console:
         for piece in speak(bundle, prompt, cache, revision, console.say, **options):

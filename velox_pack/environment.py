@@ -6,6 +6,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 import mlx.core as mx
 
+from velox_pack.blas import is_preloaded
+
 PACKAGES = ("velox-pack", "mlx", "mlx-lm", "numpy")
 
 
@@ -33,9 +35,7 @@ def versions(packages: tuple[str, ...] = PACKAGES) -> dict[str, str]:
 def describe() -> dict[str, str]:
     """Device, system and versions, without anything that names the machine or its user."""
     device = "CPU" if on_cpu() else str(mx.device_info().get("device_name", "GPU"))
-    blas = (
-        "preloaded BLAS" if "blas" in os.environ.get("LD_PRELOAD", "").lower() else "default BLAS"
-    )
+    blas = "preloaded BLAS" if is_preloaded() else "default BLAS"
     return {
         "device": f"{device} ({platform.machine()}, {os.cpu_count()} cores)",
         "system": f"{platform.system()}, Python {platform.python_version()}, {blas}",

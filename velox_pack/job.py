@@ -14,7 +14,7 @@ from velox_pack.caches import grammar, recipes
 from velox_pack.calibrators.text import load_text, sequences
 from velox_pack.calibrators.trace import LayerTrace, refuse_if_uncovered, trace
 from velox_pack.manifests.aligned import TensorSpec
-from velox_pack.manifests.errors import RecipeError, SourceError
+from velox_pack.manifests.errors import CalibrationError, RecipeError, SourceError
 from velox_pack.manifests.files import require_space
 from velox_pack.manifests.manifest import Layer
 from velox_pack.manifests.names import check_name
@@ -26,6 +26,7 @@ Report = Callable[[str], None]
 DEFAULT_CACHES = ("ratequant+spectral",)
 DEFAULT_TOKENS = 8192
 SEQUENCE = 512
+FEWEST = 16  # coded tokens in a sequence, below which there is nothing to measure
 SMALL_FILES = 64 * 2**20  # room kept for the tokenizer, artifacts and padding
 
 
@@ -182,6 +183,7 @@ def plan(
     if content is not None:
         name = "built-in" if calibration is None else Path(calibration).name
         text = _tokenize(found, name, content, calibration_tokens, seed)
+        _check_length(plans, int(text.tokens.shape[1]))
     return Job(
         source=found,
         out=out,
@@ -262,6 +264,19 @@ def _check_recipes(plans: Sequence[tuple[str, recipes.Plan]], layers: Sequence[L
                     plan.recipe.check(layer)
                 except RecipeError as error:
                     raise RecipeError(f"--cache {name}, layer {layer.index}: {error}") from None
+
+
+def _check_length(plans: Sequence[tuple[str, recipes.Plan]], length: int) -> None:
+    """Refuse sequences in which too few tokens would be coded for a plan to be calibrated."""
+    for name, plan in plans:
+        recipe = plan.recipe
+        # Sensitivities count what queries see from behind the window, so some must be there.
+        needed = recipe.sinks + recipe.window + recipe.flush + FEWEST if plan.ratequant else FEWEST
+        if length < needed:
+            raise CalibrationError(
+                f"--cache {name} needs calibration sequences of at least {needed} tokens, "
+                f"these have {length}; give more --calibration-tokens or a smaller window"
+            )
 
 
 def _read_text(path: str | Path | None) -> str:

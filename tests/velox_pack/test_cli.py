@@ -98,6 +98,7 @@ def test_a_damaged_bundle_exits_1_and_names_the_file(bundle: Path) -> None:
         ["nonsense"],
         ["inspect"],
         ["generate", "b"],
+        ["generate", "b", "--prompt", "x", "--temp", "nan"],
         ["eval", "b", "--tokens", "none"],
         ["convert", "demo", "--out", "x", "--seed", "-1"],
     ],

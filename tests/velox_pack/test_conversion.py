@@ -105,11 +105,11 @@ def test_a_text_that_is_given_is_used(tiny_model, tmp_path: Path) -> None:
     assert "qfilters" in {a.kind for a in manifest.artifacts}
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 5, 100, 700])
+@pytest.mark.parametrize("tokens", [1, 8, 15, 16, 100, 700])
 def test_any_number_of_tokens(tiny_model, tmp_path: Path, tokens: int) -> None:
     """Few tokens are one short sequence, or refused in one line."""
     options = {"caches": ["spectral"], "calibration_tokens": tokens}
-    if tokens < 9:
+    if tokens < 16:
         with pytest.raises(CalibrationError, match=r"^.*token.*$"):
             convert(tiny_model("llama"), tmp_path / "b", **options)
         assert not list(tmp_path.iterdir())
@@ -271,3 +271,18 @@ def test_exchange_is_tried_before_two_renames(tmp_path: Path) -> None:
     if not place._exchange(tmp_path / "a", tmp_path / "b"):
         pytest.skip("this file system cannot exchange two folders")
     assert (tmp_path / "b" / "x").exists()
+
+
+@pytest.mark.parametrize("options", [{"calibration_tokens": 32}, {"window": 600}])
+def test_ratequant_needs_tokens_behind_the_window(
+    tiny_model, tmp_path: Path, options: dict[str, int]
+) -> None:
+    window = options.pop("window", 24)
+    with pytest.raises(CalibrationError, match="at least"):
+        convert(
+            tiny_model("llama"),
+            tmp_path / "b",
+            caches=[f"ratequant+spectral:window={window}"],
+            **options,
+        )
+    assert not list(tmp_path.iterdir())
