@@ -34,6 +34,14 @@ def demo_path() -> Path:
     return data_folder() / "demo"
 
 
+@pytest.fixture(autouse=True)
+def _same_numbers() -> None:
+    """Random numbers that a test draws without a key are the same in every run and order."""
+    import mlx.core as mx
+
+    mx.random.seed(0)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Where converted local sources are remembered: a folder of the tests' own."""
