@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from velox_pack.calibrators.stream import Captured, StreamingForward
+from velox_pack.calibrators.stream import Captured, Hook, StreamingForward
 from velox_pack.calibrators.trace import LayerTrace, refuse_if_uncovered
 from velox_pack.manifests.errors import CalibrationError
 
@@ -170,10 +170,13 @@ def capture(
     skip_first: int = 4,
     sample: int = 1024,
     seed: int = 0,
+    also: Sequence[Hook] = (),
 ) -> dict[int, LayerStatistics]:
     """Statistics of all covered layers over token ids int32 [n, N], by layer index.
 
-    `sample` is the number of tokens kept for each KV head (at least one a sequence). Raises
+    `sample` is the number of tokens kept for each KV head (at least one a sequence). `also` are
+    collectors of other calibrations, which see the same pass: all attention layers that the hook
+    of `StreamingForward.run` is called for, covered or not. Raises
     CalibrationError if nothing is covered, for too short sequences, or for non-finite activations.
     """
     refuse_if_uncovered(traces)
@@ -195,6 +198,8 @@ def capture(
     def hook(captured: Captured) -> None:
         if captured.layer in collectors:
             collectors[captured.layer].add(captured)
+        for other in also:
+            other(captured)
 
     mx.eval(streaming.run(tokens, hook))
     unseen = [i for i, c in collectors.items() if not c.sums["keys"].count]

@@ -71,6 +71,15 @@ def eigenbasis(covariance: Array) -> tuple[Array, Array]:
     return basis * np.where(pivot < 0, -1.0, 1.0), variance
 
 
+def participation_ratio(variance: Array) -> Array:
+    """(sum v)^2 / sum v^2 over the last axis: how many coordinates carry the variance, 1 to D."""
+    variance = np.asarray(variance, np.float64)
+    top = variance.max(axis=-1, keepdims=True)
+    shares = variance / np.where(top > 0, top, 1.0)
+    ratio: Array = shares.sum(axis=-1) ** 2 / np.maximum(np.square(shares).sum(axis=-1), 1e-30)
+    return ratio
+
+
 def norm_range(centred: Array) -> Array:
     """(lo, step) of 8-bit codes for the natural log of norms: ln |x| = lo + code * step.
 
