@@ -14,6 +14,8 @@ import mlx.core as mx
 import numpy as np
 
 from .artifact import Array, Artifact, Form, HasForm, _same_keys, need
+from .artifacts_scalar import JointSpectral, LowRank, Nuq
+from .artifacts_vector import CommVQ, RaBitQ, VecInfer
 
 __all__ = [
     "KINDS",
@@ -313,5 +315,8 @@ class Rotation(Artifact):
 
 KINDS: dict[str, type[Artifact]] = {
     kind.kind: kind
-    for kind in (Codebook, Rope, Spectral, Center, Rotation, Widths, QFilters, Allocation)
-}
+    for kind in (
+        Codebook, Rope, Spectral, Center, Rotation, Widths, QFilters, Allocation,
+        JointSpectral, Nuq, LowRank, VecInfer, CommVQ, RaBitQ,
+    )
+}  # fmt: skip

@@ -83,11 +83,15 @@ class Bundle:
                     f"artifact {artifact_id!r} is of kind {record.kind} {record.kind_version}, "
                     "which this velox-pack does not read; upgrade velox-pack"
                 )
-            tensors = {role: self._tensor(name) for role, name in record.tensors.items()}
             self._opened[artifact_id] = kind.from_tensors(
-                record.parameters, tuple(record.layers), tensors
+                record.parameters, tuple(record.layers), self.tensors(artifact_id)
             )
         return self._opened[artifact_id]
+
+    def tensors(self, artifact_id: str) -> dict[str, mx.array]:
+        """Role -> lazy array of an artifact, as stored."""
+        record = self.artifact_record(artifact_id)
+        return {role: self._tensor(name) for role, name in record.tensors.items()}
 
     def cache_plan(self, name: str | None = None) -> CachePlan:
         """A cache plan by name, or the default one; RecipeError, listing the names, if absent."""

@@ -100,6 +100,11 @@ class ArtifactRecord(_Model):
     layers: list[Count] = Field(
         description="Layers of the model that axis 0 of each tensor stacks; empty: all alike."
     )
+    fingerprint: Sha256 | None = Field(
+        default=None,
+        description="SHA-256 of what it was made from (source, text, seed, options), so that "
+        "another conversion can take it over; null if unknown.",
+    )
 
 
 class CachePlan(_Model):

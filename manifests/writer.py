@@ -154,10 +154,12 @@ class BundleWriter:
         self,
         artifacts: Mapping[str, Artifact],
         extra: Mapping[str, mx.array | np.ndarray] | None = None,
+        fingerprints: Mapping[str, str] | None = None,
     ) -> list[ArtifactRecord]:
         """Write the file of artifacts (id -> artifact) and return their manifest entries by id.
 
-        `extra` are further tensors for that file, such as `velox.rotation.<id>.signs`. Raises
+        `extra` are further tensors for that file, such as `velox.rotation.<id>.signs`;
+        `fingerprints` say, by id, what artifacts were made from. Raises
         ValueError for values that their kind forbids (NaN, unsorted levels, ...).
         """
         tensors: dict[str, mx.array | np.ndarray] = dict(extra or {})
@@ -174,6 +176,7 @@ class BundleWriter:
                     parameters=artifact.parameters(),
                     tensors=names,
                     layers=list(artifact.layers),
+                    fingerprint=(fingerprints or {}).get(key),
                 )
             )
         stray = next((name for name in tensors if not name.startswith("velox.")), None)

@@ -82,6 +82,8 @@ def main() -> None:
 @click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True,
               metavar="N", help="Of every random choice.")  # fmt: skip
 @click.option("--overwrite", is_flag=True, help="Replace an existing bundle.")
+@click.option("--reuse", type=click.Path(), metavar="OLD_BUNDLE",
+              help="Take over what would come out the same.")  # fmt: skip
 @click.option("--dry-run", is_flag=True, help="Check all that is cheap, say what would be done.")
 @_common
 def convert(source: str, out: str, dry_run: bool, as_json: bool, debug: bool, **given: Any) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from velox_pack.architectures import positions
+from velox_pack.caches import recipes
 from velox_pack.door import NO_CACHE, cache_plan, load_config
 from velox_pack.manifests.aligned import read_header
 from velox_pack.manifests.bundle import Bundle, open_bundle
@@ -24,14 +25,19 @@ def inspect(path: str | Path, *, memory: int | None = None) -> dict[str, Any]:
     files = {name: (bundle.path / name).stat().st_size for name in _present(bundle)}
     weights = manifest.weights
     stored = sum(tensors.values())
-    caches = {}
+    caches: dict[str, dict[str, Any]] = {}
     for record in manifest.caches:
+        if not recipes.parse(record.recipe).recipe.ready:
+            own = {"recipe": record.recipe, "artifacts": list(record.artifacts), "ready": False}
+            caches[record.name] = own
+            continue
         plan = cache_plan(bundle, record.name)
         if plan is not None:
             found = cache_bytes(manifest.model.layers, plan)
             caches[record.name] = {
                 "recipe": record.recipe,
                 "artifacts": list(record.artifacts),
+                "ready": True,
                 "bits_per_element": found.bits_per_element,
                 "bits_with_constants": found.bits_with_constants,
                 "share_of_plain": found.state / found.plain,
@@ -132,6 +138,8 @@ def _contexts(result: Mapping[str, Any], bundle: Bundle, memory: int) -> dict[st
     room = memory - result["weights"]["memory_bytes"] - bounded
     found = {NO_CACHE: max(0, room // max(1, covered + plain))}
     for name, cache in result["caches"].items():
+        if not cache["ready"]:
+            continue
         left = room - cache["constant_bytes"]
         found[name] = max(0, int(left / max(1.0, cache["bytes_per_token"] + plain)))
     return found

@@ -52,14 +52,14 @@ def run(job: Job, report: Report | None = None) -> Path:
         if job.captures or not job.specs:  # otherwise every weight is checked as it is written
             say("checking weights")
             job.source.check_finite()
-        artifacts, used = calibrate(job, say)
+        done = calibrate(job, hashes, say)
         rotations, tensors = weight_plans.rotations_of(job.packing, job.seed)
-        records = writer.artifacts(artifacts, tensors)
+        records = writer.artifacts(done.artifacts, tensors, done.fingerprints)
         if job.specs:
             say(f"writing {len(job.specs)} tensors, {job.weight_bytes / 1e6:.1f} MB")
             weight_plans.write(writer.weights(job.specs), job.source, job.packing, rotations, say)
         _plain_files(writer, job)
-        manifest = _manifest(job, hashes, records, used, rotations)
+        manifest = _manifest(job, hashes, records, done.plans, rotations)
         text = card(manifest, _licence(job.source.path / "README.md"))
         writer.path("README.md").write_text(text, encoding="utf-8")
         writer.finish(manifest)

@@ -20,6 +20,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from velox_pack import known_sources
 from velox_pack.architectures import positions
+from velox_pack.caches import recipes
 from velox_pack.caches.plan import ModelPlan
 from velox_pack.calibrators.text import load_text, sequences
 from velox_pack.card import with_measured
@@ -122,7 +123,8 @@ def evaluate(
     model, _ = load_model(bundle, cache="none", dtype=dtype)
     seconds = time.perf_counter() - start
     layers = tuple(bundle.manifest.model.layers)
-    plans = {plan.name: cache_plan(bundle, plan.name) for plan in bundle.manifest.caches}
+    ready, unready = _by_readiness(bundle)
+    plans = {name: cache_plan(bundle, name) for name in ready}
     against_source: dict[str, Score] = {name: Score() for name in ("source", "weights", *plans)}
     against_exact: dict[str, Score] = {name: Score() for name in plans}
     for number, ids in enumerate(windows):
@@ -148,6 +150,9 @@ def evaluate(
         "weights": against_source["weights"].result(),
         "caches": {},
     }
+    if unready:
+        say(f"not measured, since there is no codec for them yet: {', '.join(unready)}")
+        result["not_measured"] = unready
     for name, plan in plans.items():
         scored = against_source[name].result()
         scored["kl_cache"] = against_exact[name].result()["kl"]
@@ -165,6 +170,13 @@ def _require_writable(bundle: Bundle) -> None:
         raise BundleError(
             f"{bundle.path}: is of a newer format, only read here; upgrade velox-pack"
         )
+
+
+def _by_readiness(bundle: Bundle) -> tuple[list[str], list[str]]:
+    """Names of the plans that can be loaded, and of those whose codec is still to come."""
+    parsed = {plan.name: recipes.parse(plan.recipe) for plan in bundle.manifest.caches}
+    ready = [name for name, plan in parsed.items() if plan.recipe.ready]
+    return ready, [name for name in parsed if name not in ready]
 
 
 def _read(file: Path) -> str:

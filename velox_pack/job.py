@@ -11,14 +11,18 @@ import numpy as np
 from velox_pack import weights as weight_plans
 from velox_pack.architectures import positions
 from velox_pack.caches import grammar, recipes
+from velox_pack.caches.needs import Need
 from velox_pack.calibrators.text import load_text, sequences
 from velox_pack.calibrators.trace import LayerTrace, refuse_if_uncovered, trace
+from velox_pack.fits import FITS
 from velox_pack.manifests.aligned import TensorSpec
 from velox_pack.manifests.errors import CalibrationError, RecipeError, SourceError
 from velox_pack.manifests.files import require_space
 from velox_pack.manifests.manifest import Layer
 from velox_pack.manifests.names import check_name
 from velox_pack.manifests.place import check_destination
+from velox_pack.reuse import Old
+from velox_pack.ropes import rope_groups
 from velox_pack.source import Source, data_folder, resolve
 
 Report = Callable[[str], None]
@@ -60,6 +64,7 @@ class Job:
     packing: weight_plans.Packing
     specs: dict[str, TensorSpec]
     source_bytes: int
+    old: Old | None = None
 
     @property
     def weight_bytes(self) -> int:
@@ -67,12 +72,15 @@ class Job:
         return sum(spec.nbytes for spec in self.specs.values())
 
     @property
-    def needs(self) -> set[str]:
-        """Artifacts that the plans need."""
-        found = {need for _, plan in self.caches for need in plan.recipe.needs}
-        if any(plan.ratequant for _, plan in self.caches):
-            found.add("allocation")
-        return found
+    def needs(self) -> list[Need]:
+        """Everything to be calibrated, once each: what plans need, and filters where text is run.
+
+        The rope tables are always there, since the manifest's layers name them.
+        """
+        found = [Need("rope"), *(n for _, plan in self.caches for n in plan.needs)]
+        if self.text is not None:
+            found.append(Need("qfilters"))
+        return list(dict.fromkeys(found))
 
     @property
     def captures(self) -> bool:
@@ -90,6 +98,7 @@ class Job:
             "weight_bytes": self.weight_bytes,
             "source_weight_bytes": self.source_bytes,
             "caches": [name for name, _ in self.caches],
+            "later": [name for name, plan in self.caches if not plan.recipe.ready],
             "coverage": {"weights": self._weight_coverage(), "caches": self._cache_coverage()},
             "kept": [{"path": path, "reason": reason} for path, reason in self.packing.kept],
             "calibration": None
@@ -131,6 +140,7 @@ def plan(
     calibration_tokens: int = DEFAULT_TOKENS,
     seed: int = 0,
     overwrite: bool = False,
+    reuse: str | Path | None = None,
     report: Report | None = None,
 ) -> Job:
     """Check a conversion and say what it would do; reads headers and configuration alone.
@@ -147,6 +157,7 @@ def plan(
         calibration_tokens: how many tokens of it are run through the model.
         seed: of every random choice.
         overwrite: replace an existing bundle.
+        reuse: a bundle whose artifacts are taken over where they would come out the same.
         report: told what is going on, a line at a time.
 
     Raises SourceError, CalibrationError, RecipeError or BundleError, one line each.
@@ -156,7 +167,8 @@ def plan(
     plans = _parse_caches(caches or DEFAULT_CACHES)
     out = Path(out).expanduser()
     check_destination(out, overwrite=overwrite)
-    needs_text = any("spectral-keys" in p.recipe.needs or p.ratequant for _, p in plans)
+    old = None if reuse is None else Old.open(reuse)
+    needs_text = any(p.ratequant or any(FITS[n.name].reads for n in p.needs) for _, p in plans)
     content = _read_text(calibration) if needs_text or calibration is not None else None
     found = resolve(source, revision, report=report)
     if isinstance(weight_plan, weight_plans.Overlay) and found.kind != "hub":
@@ -197,6 +209,7 @@ def plan(
         packing=packing,
         specs=specs,
         source_bytes=sum(array.nbytes for array in arrays.values()),
+        old=old,
     )
 
 
@@ -242,18 +255,6 @@ def _describe(traces: Sequence[LayerTrace]) -> tuple[Layer, ...]:
             )
         )
     return tuple(layers)
-
-
-def rope_groups(traces: Sequence[LayerTrace]) -> dict[str, list[LayerTrace]]:
-    """Layers whose RoPE tables can be stacked, by artifact id."""
-    groups: dict[tuple[int, bool], list[LayerTrace]] = {}
-    for t in traces:
-        if t.rope is not None:
-            groups.setdefault((t.rope.dims, t.rope.traditional), []).append(t)
-    return {
-        f"rope-{dims}{'-traditional' if traditional else ''}": group
-        for (dims, traditional), group in groups.items()
-    }
 
 
 def _check_recipes(plans: Sequence[tuple[str, recipes.Plan]], layers: Sequence[Layer]) -> None:

@@ -71,6 +71,9 @@ def size(count: float) -> str:
     raise AssertionError
 
 
+_LATER = ": artifacts only, there is no codec for it yet"
+
+
 def show_job(summary: Mapping[str, Any], *, done: bool) -> None:
     """What a conversion did or would do."""
     out = _out()
@@ -84,7 +87,10 @@ def show_job(summary: Mapping[str, Any], *, done: bool) -> None:
         f"parameters take {size(summary['weight_bytes'])}, "
         f"the source's {size(summary['source_weight_bytes'])}",
         f"caches: {summary['coverage']['caches']}",
-        *(f"  {name}{'' if n else ' (default)'}" for n, name in enumerate(summary["caches"])),
+        *(
+            f"  {name}{'' if n else ' (default)'}{_LATER if name in summary['later'] else ''}"
+            for n, name in enumerate(summary["caches"])
+        ),
     ]
     if c := summary["calibration"]:
         text = f"the {c['text']} text" if c["text"] == "built-in" else c["text"]
@@ -148,6 +154,9 @@ def _show_caches(out: rich.console.Console, found: Mapping[str, Any]) -> None:
         table.add_row("none (mlx-lm's own)", "16.00", "100.0 %", "", f"{context['none']:,}")
     for name, cache in found["caches"].items():
         default = " (default)" if name == found["default_cache"] else ""
+        if not cache["ready"]:
+            table.add_row(f"{name}{default}{_LATER}")
+            continue
         row = [
             f"{name}{default}",
             f"{cache['bits_per_element']:.2f}",
@@ -218,6 +227,7 @@ def show_recipes(rows: Sequence[Mapping[str, Any]]) -> None:
     table = _table("recipe", "options and defaults", "what it does")
     for row in rows:
         options = ", ".join(f"{k}={v}" for k, v in row["options"].items())
-        table.add_row(row["name"], options or "-", row["about"])
+        about = row["about"] if row["ready"] else f"{row['about']}; no codec yet"
+        table.add_row(row["name"], options or "-", about)
     out.print(table)
     out.print("combine with +, as in ratequant+spectral:bits=3", soft_wrap=True)

@@ -85,7 +85,7 @@ def test_data_free_recipes_skip_capture(
     def fail(*args: object, **kwargs: object) -> None:
         raise AssertionError("captured")
 
-    monkeypatch.setattr("velox_pack.calibrate.capture", fail)
+    monkeypatch.setattr("velox_pack.seen.capture", fail)
     monkeypatch.setattr(job, "_tokenize", fail)
     convert(tiny_model("llama"), tmp_path / "b", caches=["turboquant-mse", "affine:group=32"])
     manifest = open_bundle(tmp_path / "b").manifest

@@ -61,7 +61,10 @@ def make(cls: type, name: str, options: tuple[tuple[str, str], ...]) -> Any:
         if key not in known:
             raise RecipeError(f"{name} has no option {key}; it takes {', '.join(known) or 'none'}")
         given[key] = _convert(name, key, value, hints[key])
-    return cls(**given)
+    try:
+        return cls(**given)
+    except RecipeError as error:
+        raise RecipeError(f"{name}: {error}") from None
 
 
 def _number(value: float) -> str:

@@ -10,6 +10,7 @@ from velox_pack.caches import recipes
 from velox_pack.caches.codecs.rope import BeforeRope
 from velox_pack.caches.codecs.rotated import Eigenbasis, LogNorm, PlainNorm, Structured
 from velox_pack.caches.shelf import Shelf
+from velox_pack.caches.workshop import Workshop
 from velox_pack.manifests.artifacts import Codebook, Rope, Widths
 from velox_pack.manifests.errors import RecipeError
 from velox_pack.manifests.manifest import Layer
@@ -73,7 +74,7 @@ def test_any_options_round_trip(bits, keys, window, flush):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("spectre", "there are: exact, affine, turboquant-mse, spectral, ratequant"),
+        ("spectre", "there are: exact, affine, turboquant-mse, spectral, vecinfer,"),
         ("spectral:bit=3", "it takes bits, keys, values, sinks, window, flush"),
         ("exact:bits=3", "it takes none"),
         ("spectral+affine", "give one of exact, affine"),
@@ -151,27 +152,27 @@ def test_a_missing_artifact_is_named_with_the_cure(demo):
     assert "convert again" in message
     assert f"plan={plan.canonical}" in message
     assert "lacks the artifact codebook (distribution=gaussian)" in refused(
-        recipes.Workshop(Shelf(demo.layers, {}), "").levels
+        Workshop(Shelf(demo.layers, {}), "").levels
     )
 
 
 def test_keys_before_rope_need_a_rope(demo):
     """Taking them for keys after RoPE would go wrong without a word."""
     shelf = Shelf(tuple(la.model_copy(update={"rope": None}) for la in demo.layers), demo.artifacts)
-    shop = recipes.Workshop(shelf, "")
+    shop = Workshop(shelf, "")
     message = refused(shop.before_rope, shelf.layers[3], None)
     assert "layer 3" in message
     assert "no rope" in message
     shelf = Shelf(demo.layers, {k: a for k, a in demo.artifacts.items() if not isinstance(a, Rope)})
     assert "lacks the artifact rope for layer 3" in refused(
-        recipes.Workshop(shelf, "").before_rope, shelf.layers[3], None
+        Workshop(shelf, "").before_rope, shelf.layers[3], None
     )
 
 
 def test_a_codebook_without_all_widths_is_refused(demo):
     book = next(a for a in demo.artifacts.values() if isinstance(a, Codebook))
     some = dataclasses.replace(book, levels={b: book.levels[b] for b in (2, 3)})
-    shop = recipes.Workshop(Shelf(demo.layers, {"codebook": some}), "")
+    shop = Workshop(Shelf(demo.layers, {"codebook": some}), "")
     assert "lacks the levels for [1, 4, 5, 6, 7, 8] bits" in refused(shop.levels)
 
 

@@ -16,8 +16,8 @@ from velox_pack.caches.cache import VeloxCache
 from velox_pack.caches.codecs.exact import Exact
 from velox_pack.caches.codecs.rope import BeforeRope
 from velox_pack.caches.plan import LayerPlan, ModelPlan
-from velox_pack.caches.recipes import Workshop
 from velox_pack.caches.shelf import Shelf
+from velox_pack.caches.workshop import Workshop
 
 CHUNKS = [40, 17] + [1] * 13
 EXACT = LayerPlan(Exact(), Exact(), 2, 5, 4)

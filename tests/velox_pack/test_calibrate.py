@@ -1,0 +1,96 @@
+"""All calibrations through `convert --cache`: artifacts stored once, reread as their kinds."""
+
+from pathlib import Path
+
+import pytest
+
+import velox_pack
+from velox_pack.caches import recipes
+from velox_pack.caches.needs import Need
+from velox_pack.conversion import convert
+from velox_pack.evaluation import evaluate
+from velox_pack.fits import FITS
+from velox_pack.manifests.bundle import open_bundle, verify
+from velox_pack.manifests.errors import CalibrationError, RecipeError
+
+LATER = [row["name"] for row in recipes.describe() if not row["ready"]]
+SMALL = {"calibration_tokens": 1024}
+
+
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo prepared for every recipe at once."""
+    caches = ["spectral", *LATER, "ratequant+spectral:bits=2", "turboquant-mse:levels=rotated-unit"]
+    return convert("demo", tmp_path_factory.mktemp("all") / "bundle", caches=caches, **SMALL)
+
+
+@pytest.mark.parametrize("name", [row["name"] for row in recipes.describe()])
+def test_every_need_has_a_fit(name: str) -> None:
+    if name != recipes.RATEQUANT:
+        assert all(need.name in FITS for need in recipes.parse(name).needs)
+
+
+def test_every_artifact_opens_and_belongs_to_the_model(everything: Path) -> None:
+    assert verify(everything) == []
+    bundle = open_bundle(everything)
+    for record in bundle.manifest.artifacts:
+        artifact = bundle.artifact(record.id)
+        assert artifact.kind == record.kind
+        assert set(artifact.layers) <= set(range(6))
+        assert record.fingerprint is not None
+
+
+def test_what_plans_share_is_stored_once(everything: Path) -> None:
+    manifest = open_bundle(everything).manifest
+    plans = {plan.name: set(plan.artifacts) for plan in manifest.caches}
+    assert "rabitq-values-centroids-64" in plans["commvq"] & plans["rabitq"]
+    assert "spectral-keys" in plans["spectral"] & plans["ratequant+spectral:bits=2"]
+    assert plans["spectral"] & plans["ratequant+spectral:bits=2"] >= {"rope-64", "rotation-64"}
+    assert [a.kind for a in manifest.artifacts].count("spectral") == 1
+    ids = {a.id for a in manifest.artifacts}
+    assert ids == set().union(*plans.values()) | {"qfilters"}
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_a_plan_without_a_codec_says_so(everything: Path, name: str) -> None:
+    with pytest.raises(RecipeError, match=rf"^.*no codec for {name} yet.*$"):
+        velox_pack.load(everything, cache=name)
+
+
+def test_other_plans_load_and_are_measured(everything: Path) -> None:
+    model, _ = velox_pack.load(everything)
+    assert len(model.make_cache()) == 6
+    result = evaluate(everything, tokens=64, write=False)
+    assert sorted(result["not_measured"]) == sorted(LATER)
+    exact_density = result["caches"]["turboquant-mse:levels=rotated-unit"]
+    assert exact_density["kl_cache"] < 0.1
+
+
+def test_needs_have_ids_that_bundles_allow() -> None:
+    need = Need.of("nuq", bits=3, outliers=0.01)
+    assert need.id == "nuq-bits-3-outliers-0_01"
+    assert need == Need.of("nuq", outliers=0.01, bits=3)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("vecinfer:keys=5", "vecinfer: keys=5 is not one of 1, 2, 3, 4"),
+        ("commvq:keys=9", "commvq: keys=9 is not from 0.25 to 4"),
+        ("rabitq:centroids=3", "rabitq: centroids=3 is not one of 1, 2, 4"),
+        ("kvquant:outliers=0.5", "kvquant: outliers=0.5 is not from 0 to 0.1"),
+        ("palu:ratio=0.25,bits=4", "bits=4 do not fit into 0.25 of the latents"),
+        ("svdq:bits=nan", "svdq: bits=nan is not from 0.5 to 8"),
+        ("turboquant-mse:levels=laplace", "levels=laplace is neither gaussian nor rotated-unit"),
+    ],
+)
+def test_options_out_of_range(text: str, said: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        recipes.parse(text)
+    assert said in str(caught.value)
+
+
+def test_a_sample_too_small_for_a_codebook(tiny_model, tmp_path: Path) -> None:
+    with pytest.raises(CalibrationError, match="more tokens"):
+        convert(tiny_model("llama"), tmp_path / "b", caches=["vecinfer"], calibration_tokens=64)
+    assert not list(tmp_path.iterdir())

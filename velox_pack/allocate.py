@@ -1,0 +1,85 @@
+"""Bits of a plan: how many each coordinate gets, and how RateQuant spreads them over layers."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from velox_pack.caches import recipes
+from velox_pack.caches.needs import Need
+from velox_pack.calibrators import ratequant, waterfill
+from velox_pack.calibrators.sensitivity import Sensitivity
+from velox_pack.manifests.artifacts import Artifact, Spectral, Widths
+from velox_pack.manifests.manifest import Layer
+from velox_pack.seen import Seen
+
+Bits = dict[int, tuple[float, float]]
+
+
+def fit(seen: Seen, options: Mapping[str, Any]) -> Iterable[Artifact]:
+    """The widths of the plan `options["plan"]`, and the allocation that they follow, if any."""
+    plan = recipes.parse(options["plan"])
+    wanted = plan.recipe.bits_of()
+    bits = {layer.index: wanted for layer in seen.covered}
+    if plan.ratequant:
+        window = plan.recipe.window + plan.recipe.flush // 2
+        found, bits = _allocate(plan, seen, seen.sensitivity(window))
+        yield from found
+    groups: dict[tuple[int, int], list[Layer]] = {}
+    for layer in seen.covered:
+        groups.setdefault((layer.k_dim, layer.v_dim), []).append(layer)
+    for layers in groups.values():
+        rows: dict[str, list[np.ndarray]] = {"keys": [], "values": []}
+        for layer in layers:
+            for part, given in zip(rows, bits[layer.index], strict=True):
+                rows[part].append(waterfill.widths(_variances(plan, part, layer, seen), given)[0])
+        yield Widths(
+            plan=plan.canonical,
+            bits=_average(wanted, seen.covered),
+            keys=np.stack(rows["keys"]),
+            values=np.stack(rows["values"]),
+            layers=tuple(layer.index for layer in layers),
+        )
+
+
+def _average(wanted: tuple[float, float], covered: list[Layer]) -> float:
+    """Average bits per element of all covered layers."""
+    keys = sum(layer.kv_heads * layer.k_dim for layer in covered)
+    values = sum(layer.kv_heads * layer.v_dim for layer in covered)
+    return (wanted[0] * keys + wanted[1] * values) / (keys + values)
+
+
+def _allocate(
+    plan: recipes.Plan, seen: Seen, measured: Sensitivity
+) -> tuple[Iterable[Artifact], Bits]:
+    """RateQuant's bits for keys and values of each layer, from this plan's own distortion."""
+    curves = {
+        part: {
+            layer.index: ratequant.lloyd_distortion(
+                _variances(plan, part, layer, seen), getattr(measured, part)[layer.index]
+            )
+            for layer in seen.covered
+        }
+        for part in ("keys", "values")
+    }
+    dims = {layer.index: (layer.k_dim, layer.v_dim) for layer in seen.covered}
+    target = _average(plan.recipe.bits_of(), seen.covered)
+    # Down to 1 bit: with sensitivities of what is coded alone that wins (benchmarks/cache_quality).
+    found = ratequant.allocate(measured, curves["keys"], curves["values"], target, dims, lowest=1.0)
+    bits = {
+        layer: (float(a.keys[row]), float(a.values[row]))
+        for a in found
+        for row, layer in enumerate(a.layers)
+    }
+    return found, bits
+
+
+def _variances(plan: recipes.Plan, part: str, layer: Layer, seen: Seen) -> np.ndarray:
+    """Variances [H, D] of the coordinates that the plan codes; equal after a random rotation."""
+    if part in plan.recipe.spectral_parts:
+        for artifact in seen.made(Need(f"spectral-{part}")):
+            if isinstance(artifact, Spectral) and layer.index in artifact.layers:
+                row: np.ndarray = artifact.variance[artifact.layers.index(layer.index)]
+                shares: np.ndarray = row / row.sum(axis=-1, keepdims=True)
+                return shares
+    return np.ones((layer.kv_heads, layer.k_dim if part == "keys" else layer.v_dim))
