@@ -15,6 +15,9 @@ import mlx.nn as nn
 from velox_pack.calibrators.hooks import LayerCall, replaced_calls
 
 _BLOCK = 1 << 22  # elements of a table cast to float32 at a time: 16 MiB
+# OpenBLAS sums the edges of a product that are no whole tiles in another order, and where threads
+# meet there are edges: with whole tiles the bytes do not depend on the number of threads.
+_TILE = 32
 
 
 def as_float32(array: mx.array, *, tables: bool = True) -> mx.array:
@@ -27,9 +30,15 @@ def as_float32(array: mx.array, *, tables: bool = True) -> mx.array:
 
 
 def _blocks(weight: mx.array) -> Iterator[tuple[int, int]]:
-    rows = max(1, _BLOCK // weight.shape[1])
+    rows = max(_TILE, _BLOCK // weight.shape[1] // _TILE * _TILE)
     for start in range(0, weight.shape[0], rows):
         yield start, min(start + rows, weight.shape[0])
+
+
+def _whole(block: mx.array) -> mx.array:
+    """Rows [n, in] followed by zeros up to a multiple of the tile."""
+    missing = -block.shape[0] % _TILE
+    return mx.pad(block, [(0, missing), (0, 0)]) if missing else block
 
 
 def product(x: mx.array, weight: mx.array) -> mx.array:
@@ -39,8 +48,9 @@ def product(x: mx.array, weight: mx.array) -> mx.array:
 
 @mx.custom_function
 def _product(x: mx.array, weight: mx.array) -> mx.array:
-    parts = [x @ weight[a:b].astype(mx.float32).T for a, b in _blocks(weight)]
-    return mx.concatenate(parts, axis=-1)
+    parts = [x @ _whole(weight[a:b].astype(mx.float32)).T for a, b in _blocks(weight)]
+    out: mx.array = mx.concatenate(parts, axis=-1)
+    return out[..., : weight.shape[0]]
 
 
 @_product.vjp
@@ -50,7 +60,9 @@ def _product_vjp(
     x, weight = primals
     gradient = mx.zeros_like(x)
     for a, b in _blocks(weight):
-        gradient = gradient + cotangent[..., a:b] @ weight[a:b].astype(mx.float32)
+        block = _whole(weight[a:b].astype(mx.float32))
+        given = mx.pad(cotangent[..., a:b], [(0, 0)] * (x.ndim - 1) + [(0, block.shape[0] - b + a)])
+        gradient = gradient + given @ block
     return gradient, mx.zeros_like(weight)  # nobody asks for the table's: lazy, never made
 
 
