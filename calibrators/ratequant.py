@@ -164,7 +164,8 @@ def allocate(
     `keys` and `values` hold each layer's distortion curve, `dims` its (k_dim, v_dim). All layers
     compete for the same bits, but none gets fewer than `lowest` (or `target`, if that is less). One
     artifact is made for each number of KV heads. Its `achieved` is the average over all layers; its
-    details hold the curves and the predicted KL in nats, beside that of uniform bits.
+    details hold the curves, the predicted KL in nats beside that of uniform bits, and the ratio of
+    the most sensitive head to the median one (0: the median is 0).
     """
     layers = sorted(sensitivity.keys)
     units = [(i, 0, sensitivity.keys[i], keys[i]) for i in layers]
@@ -205,6 +206,8 @@ def allocate(
             details={
                 "fisher": "labels drawn from the model",
                 "tokens": sensitivity.tokens,
+                "ratio_keys": _ratio([sensitivity.keys[i] for i in layers]),
+                "ratio_values": _ratio([sensitivity.values[i] for i in layers]),
                 "shrink_keys": [float(shrink[p]) for p in places],
                 "shrink_values": [float(shrink[half + p]) for p in places],
                 "alpha_keys": [curves[p].alpha for p in places],
@@ -218,6 +221,12 @@ def allocate(
         )
         for places in groups.values()
     )
+
+
+def _ratio(found: Sequence[Array]) -> float:
+    heads = np.concatenate(found)
+    middle = float(np.median(heads))
+    return float(heads.max()) / middle if middle > 0 else 0.0
 
 
 def _stack(found: Mapping[int, Array], layers: list[int], places: list[int]) -> Array:

@@ -61,9 +61,7 @@ def inspect(path: str | Path, *, memory: int | None = None) -> dict[str, Any]:
             "parameters_total": weights.parameters_total,
             "kept": [kept.model_dump() for kept in weights.kept],
         },
-        "artifacts": [
-            {"id": a.id, "kind": a.kind, "layers": len(a.layers)} for a in manifest.artifacts
-        ],
+        "artifacts": _artifacts(bundle),
         "default_cache": manifest.default_cache,
         "caches": caches,
         "layers": [_layer(layer, tensors) for layer in manifest.model.layers],
@@ -76,6 +74,20 @@ def inspect(path: str | Path, *, memory: int | None = None) -> dict[str, Any]:
             "positions": positions(load_config(bundle)),
         }
     return result
+
+
+def _artifacts(bundle: Bundle) -> list[dict[str, Any]]:
+    sizes = _tensor_bytes([bundle.path / n for n in _present(bundle) if n == CACHE_FILE])
+    return [
+        {
+            "id": a.id,
+            "kind": a.kind,
+            "layers": len(a.layers),
+            "bytes": sum(sizes.get(name, 0) for name in a.tensors.values()),
+            "parameters": dict(a.parameters),
+        }
+        for a in bundle.manifest.artifacts
+    ]
 
 
 def _present(bundle: Bundle) -> list[str]:

@@ -130,6 +130,7 @@ def show_inspection(found: Mapping[str, Any]) -> None:
     for line in _reasons(weights["kept"]):
         out.print(line, soft_wrap=True)
     _show_caches(out, found)
+    _show_artifacts(out, found["artifacts"])
     table = _table("what for", ">bytes")
     for use, count in found["bytes_by_use"].items():
         table.add_row(use, size(count))
@@ -171,6 +172,31 @@ def _show_caches(out: rich.console.Console, found: Mapping[str, Any]) -> None:
             f"cache; the system and activations need some too{_known(found['memory'])}",
             soft_wrap=True,
         )
+
+
+def _show_artifacts(out: rich.console.Console, artifacts: Sequence[Mapping[str, Any]]) -> None:
+    if not artifacts:
+        return
+    table = _table("artifact", "kind", ">layers", ">bytes", "remark")
+    for one in artifacts:
+        layers = str(one["layers"] or "all")
+        table.add_row(one["id"], one["kind"], layers, size(one["bytes"]), _remark(one))
+    out.print(table)
+
+
+def _remark(artifact: Mapping[str, Any]) -> str:
+    """What RateQuant found, in a few words; other kinds have pictures (`--plots`)."""
+    details = artifact["parameters"].get("details")
+    if artifact["kind"] != "allocation" or not isinstance(details, dict):
+        return ""
+    try:
+        predicted = details["predicted_kl"] / details["predicted_kl_uniform"]
+        return (
+            f"most sensitive head / median: keys {details['ratio_keys']:.1f}, "
+            f"values {details['ratio_values']:.1f}; predicted KL {predicted:.2f} of uniform bits"
+        )
+    except (KeyError, TypeError, ValueError, ZeroDivisionError):  # their form is free
+        return ""
 
 
 def _known(memory: Mapping[str, Any]) -> str:
