@@ -21,7 +21,8 @@ REFITS = 2
 _STAGE_RIDGE = 1e-3  # in vectors: keeps entries that nothing chose at 0
 _REFIT_RIDGE = 0.1  # in vectors per entry: holds back what the sample does not show
 _VANISHED = 1e-200
-_BLOCK = 1024  # vectors whose candidates are held at once
+_BLOCK = 1024  # vectors whose candidates are held at once, in the rare case that needs it
+_CANDIDATES = 1 << 16  # numbers that stay in a processor's cache
 
 
 class Beam:
@@ -40,24 +41,28 @@ class Beam:
     def extend(self, c: Array) -> None:
         """Add a stage with codebook [K, P] to all partial codes and keep the best ones."""
         k, n = len(c), len(self.rest)
-        size = _sizes(c)
+        sizes = _sizes(c)
         keep = min(self.width, self.rest.shape[1] * k * k)
         rest = np.empty((n, keep, c.shape[1]), complex)
         error = np.empty((n, keep))
         path = np.empty((n, keep, self.path.shape[2] + 2), np.uint8)
-        for at in range(0, n, _BLOCK):
-            part = slice(at, at + _BLOCK)
+        block = max(1, _CANDIDATES // (self.rest.shape[1] * k * k))
+        space = np.empty((self.rest.shape[1], k, k, min(block, n)))
+        for at in range(0, n, block):
+            part = slice(at, at + block)
             inner = self.rest[part] @ c.conj().T
-            grown = size - 2 * (inner.real[..., :, None] + inner.imag[..., None, :])
-            grown = (self.error[part, :, None, None] + grown).reshape(len(inner), -1)
-            best = grown.argmin(axis=1)[:, None]
-            if keep > 1:
-                best = np.argpartition(grown, keep - 1, axis=1)[:, :keep]
-            parent, code = np.divmod(best, k * k)
-            error[part] = np.take_along_axis(grown, best, axis=1)
-            rest[part] = np.take_along_axis(self.rest[part], parent[:, :, None], axis=1)
+            # What each candidate (parent, A, B) would leave; vectors last, so that loops are long.
+            turned = np.ascontiguousarray(inner.transpose(1, 2, 0))
+            first = self.error[part].T[:, None] - 2 * turned.real
+            grown = space[..., : len(inner)]
+            np.add(first[:, :, None], sizes[:, :, None], out=grown)
+            grown += (-2 * turned.imag)[:, None]
+            code, error[part] = _least(grown.reshape(-1, k, len(inner)), keep)
+            parent, code = np.divmod(code, k * k)
+            own = np.arange(len(inner))[:, None]
+            rest[part] = self.rest[part][own, parent]
             rest[part] -= c[code // k] + 1j * c[code % k]
-            path[part, :, :-2] = np.take_along_axis(self.path[part], parent[:, :, None], axis=1)
+            path[part, :, :-2] = self.path[part][own, parent]
             path[part, :, -2], path[part, :, -1] = code // k, code % k
         self.rest, self.error, self.path = rest, error, path
 
@@ -65,6 +70,25 @@ class Beam:
         """Codes uint8 [n, stages, 2] of least error, and what they leave, [n, P]."""
         rows, first = np.arange(len(self.rest)), self.error.argmin(axis=1)
         return self.path[rows, first].reshape(len(rows), -1, 2), self.rest[rows, first]
+
+
+def _least(lines: Array, keep: int) -> tuple[Array, Array]:
+    """Places [n, keep] of the least numbers in lines [R, K, n] laid end to end, and the numbers.
+
+    They are in those lines whose own least are the `keep` least.
+    """
+    count, k, n = lines.shape
+    own = np.arange(n)[:, None]
+    lowest = lines.min(axis=1).T
+    if keep == 1:
+        line = lowest.argmin(axis=1)[:, None]
+    elif keep < count:
+        line = np.argpartition(lowest, keep - 1, axis=1)[:, :keep]
+    else:
+        line = np.broadcast_to(np.arange(count), (n, count))
+    few = lines[line[:, :, None], np.arange(k), own[:, :, None]].reshape(n, -1)
+    at = few.argmin(axis=1)[:, None] if keep == 1 else np.argpartition(few, keep - 1)[:, :keep]
+    return line[own, at // k] * k + at % k, few[own, at]
 
 
 def search(z: Array, books: Array, beam: int) -> tuple[Array, Array]:
@@ -152,6 +176,7 @@ def _refit(books: Array, codes: Array, rest: Array) -> Array:
     """All stages at once, for given codes: the ridge is on the change, so that order is kept."""
     stages, entries, _ = books.shape
     n, rows = len(codes), np.arange(len(codes))
+    codes = codes.astype(np.int64)  # columns of u are beyond 255
     u = np.zeros((n, stages * entries), complex)
     for stage in range(stages):
         u[rows, stage * entries + codes[:, stage, 0]] += 1

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
+from velox_pack.calibrators.linear_inputs import OnLinear
 from velox_pack.calibrators.stream import Captured, Hook, StreamingForward
 from velox_pack.calibrators.trace import LayerTrace, refuse_if_uncovered
 from velox_pack.manifests.errors import CalibrationError
@@ -171,13 +172,15 @@ def capture(
     sample: int = 1024,
     seed: int = 0,
     also: Sequence[Hook] = (),
+    on_linear: OnLinear | None = None,
 ) -> dict[int, LayerStatistics]:
     """Statistics of all covered layers over token ids int32 [n, N], by layer index.
 
     `sample` is the number of tokens kept for each KV head (at least one a sequence). `also` are
     collectors of other calibrations, which see the same pass: all attention layers that the hook
-    of `StreamingForward.run` is called for, covered or not. Raises
-    CalibrationError if nothing is covered, for too short sequences, or for non-finite activations.
+    of `StreamingForward.run` is called for, covered or not; `on_linear` gets the second moments of
+    the linears' inputs, each layer's in its own turn. Raises CalibrationError if nothing is
+    covered, for too short sequences, or for non-finite activations.
     """
     refuse_if_uncovered(traces)
     if tokens.ndim != 2 or not tokens.size:
@@ -201,7 +204,7 @@ def capture(
         for other in also:
             other(captured)
 
-    mx.eval(streaming.run(tokens, hook))
+    mx.eval(streaming.run(tokens, hook, on_linear=on_linear))
     unseen = [i for i, c in collectors.items() if not c.sums["keys"].count]
     if unseen:
         raise CalibrationError(f"layer {unseen[0]} did not attend in this pass")

@@ -14,6 +14,8 @@ import mlx.core as mx
 import numpy as np
 
 from velox_pack.calibrators.hooks import watch_attention
+from velox_pack.calibrators.kept import Kept
+from velox_pack.calibrators.probed_rope import keys_before
 from velox_pack.calibrators.sensitivity import _head_gradient, _is_activation, noisy_behind
 from velox_pack.calibrators.stream import StreamingForward, drop, sequence_of
 from velox_pack.calibrators.trace import LayerTrace
@@ -61,7 +63,6 @@ def backward(
     does not count. Raises CalibrationError where layers hand each other more than one
     activation, or for gradients that are not finite.
     """
-    inputs: list[mx.array] = []
     arguments: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
     def keep(index: int, x: mx.array, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -70,20 +71,21 @@ def backward(
                 f"layer {index} takes more than one activation: "
                 "gradients cannot be found a layer at a time"
             )
-        mx.eval(x)
         inputs.append(x)
         arguments.append((args, kwargs))
 
-    hidden = streaming.run(tokens, on_input=keep)
-    mx.eval(hidden)
-    gradient = _head_gradient(streaming, tokens, hidden, seed)
-    del hidden
-    covered = {t.index: t for t in traces if t.covered}
-    for index in range(len(streaming.layers) - 1, -1, -1):
-        given, (args, kwargs) = inputs.pop(), arguments.pop()
-        gradient = _through(
-            streaming, index, covered.get(index), given, args, kwargs, gradient, hook, window
-        )
+    with Kept() as inputs:
+        hidden = streaming.run(tokens, on_input=keep)
+        streaming.require_single()
+        mx.eval(hidden)
+        gradient = _head_gradient(streaming, tokens, hidden, seed)
+        del hidden
+        covered = {t.index: t for t in traces if t.covered}
+        for index in range(len(streaming.layers) - 1, -1, -1):
+            given, (args, kwargs) = inputs.pop(), arguments.pop()
+            gradient = _through(
+                streaming, index, covered.get(index), given, args, kwargs, gradient, hook, window
+            )
 
 
 def _through(
@@ -115,9 +117,7 @@ def _through(
                 watch.replace = lambda call: noisy_behind(call, dk, dv, window)
                 out = layer(h, *own, **named)  # noqa: B023
                 call = watch.take()[0]
-                undone = trace.rope is not None and call.rope is not None
-                before = call.rope.before if undone and call.rope else call.keys
-                return [out, before, call.values]
+                return [out, keys_before(call, trace.rope), call.values]
 
             n = given.shape[1]
             zeros = [

@@ -164,6 +164,19 @@ def watch_attention(model: nn.Module) -> Iterator[Watch]:
             space[name] = value
 
 
+def first_and_rest(
+    args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """The activations that a layer is called with, and its other arguments.
+
+    Some models pass all by name; the activations come first in that case too.
+    """
+    if args:
+        return args[0], tuple(args[1:]), kwargs
+    first, *others = kwargs
+    return kwargs[first], (), {name: kwargs[name] for name in others}
+
+
 @contextmanager
 def replaced_calls(
     modules: Sequence[nn.Module], make: Callable[[int, nn.Module, LayerCall], LayerCall]

@@ -22,17 +22,21 @@ BITS = (4, 5, 6, 7, 8)
 ITERATIONS = 30
 
 _POINTS_PER_CENTROID = 64  # more move the centroids by less than the noise of the sample
-_BLOCK = 4096  # rows whose distances are held at once
+_BLOCK = 1 << 16  # distances held at once: what stays in a processor's cache is 6 times faster
 
 
 def nearest(points: Array, centroids: Array) -> Array:
     """Index int64 [n] of the nearest of centroids [k, d] for points [n, d]; ties: the lower."""
-    offset = np.square(centroids).sum(axis=1) / 2
-    parts = [
-        np.argmin(offset - points[i : i + _BLOCK] @ centroids.T, axis=1)
-        for i in range(0, len(points), _BLOCK)
-    ]
-    return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+    # |x - c|^2 / 2 less the same for all c, as one product: (x, 1) @ (-c, |c|^2 / 2).
+    offset = np.square(centroids).sum(axis=1, keepdims=True) / 2
+    table = np.concatenate([-centroids, offset], axis=1).T
+    owner = np.empty(len(points), np.int64)
+    rows = max(1, _BLOCK // len(centroids))
+    for i in range(0, len(points), rows):
+        part = points[i : i + rows]
+        part = np.concatenate([part, np.ones((len(part), 1))], axis=1)
+        np.argmin(part @ table, axis=1, out=owner[i : i + rows])
+    return owner
 
 
 def kmeans(points: Array, k: int, *, seed: int, iterations: int = ITERATIONS) -> Array:
@@ -64,18 +68,24 @@ def kmeans(points: Array, k: int, *, seed: int, iterations: int = ITERATIONS) ->
 def _plus_plus(points: Array, k: int, rng: np.random.Generator) -> Array:
     """Seeds [k, d]: of a few points drawn at each step, the one that lowers the error most."""
     trials = 2 + int(np.log(k))
-    size = np.square(points).sum(axis=1)
+    size = np.square(points).sum(axis=1)[:, None]
+    one = np.ones_like(size)
+    # |x - y|^2 as one product: (-2 x, 1, |x|^2) @ (y, |y|^2, 1).
+    left = np.concatenate([-2 * points, one, size], axis=1)
+    right = np.concatenate([points, size, one], axis=1).T.copy()
     chosen = np.empty((k, points.shape[1]))
     chosen[0] = points[rng.integers(len(points))]
     distance = np.square(points - chosen[0]).sum(axis=1)
+    new = np.empty((trials, len(points)))
     for i in range(1, k):
         cumulated = np.cumsum(distance)
         at = np.searchsorted(cumulated, rng.random(trials) * cumulated[-1], side="right")
         at = np.minimum(at, len(points) - 1)
-        new = size[at, None] + size - 2 * points[at] @ points.T
-        new = np.minimum(distance, np.maximum(new, 0))
+        np.matmul(left[at], right, out=new)
+        np.maximum(new, 0, out=new)
+        np.minimum(new, distance, out=new)
         best = int(new.sum(axis=1).argmin())
-        chosen[i], distance = points[at[best]], new[best]
+        chosen[i], distance = points[at[best]], new[best].copy()
     return chosen
 
 

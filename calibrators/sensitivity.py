@@ -31,10 +31,13 @@ from velox_pack.calibrators.hooks import (
     AttentionCall,
     Instead,
     LayerCall,
+    first_and_rest,
     replaced_calls,
     watch_attention,
 )
+from velox_pack.calibrators.kept import Kept
 from velox_pack.calibrators.outside import read_in_native_dtype
+from velox_pack.calibrators.probed_rope import keys_before
 from velox_pack.calibrators.stream import StreamingForward, drop, sequence_of
 from velox_pack.calibrators.trace import LayerTrace
 from velox_pack.kernels.rope import rope_angles, undo_rope
@@ -42,7 +45,8 @@ from velox_pack.manifests.errors import CalibrationError
 
 Array = np.ndarray
 
-_POSITIONS = 128  # logits held at once: this many times the vocabulary, float32
+_POSITIONS = 128  # whose logits are held at once, some eight times over,
+_LOGITS = 1 << 24  # unless that is more than this: 64 MiB in float32
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +84,6 @@ def measure(
     model: RateQuant then loses to uniform bits). Raises CalibrationError where layers hand each
     other more than one activation.
     """
-    inputs: list[mx.array] = []
     arguments: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
     def keep(index: int, x: mx.array, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -89,35 +92,36 @@ def measure(
                 f"layer {index} takes more than one activation: "
                 "sensitivities cannot be measured a layer at a time"
             )
-        mx.eval(x)
         inputs.append(x)
         arguments.append((args, kwargs))
 
-    hidden = streaming.run(tokens, on_input=keep)
-    mx.eval(hidden)
-    gradient = _head_gradient(streaming, tokens, hidden, seed)
-    del hidden
-    keys: dict[int, Array] = {}
-    values: dict[int, Array] = {}
-    shrink: tuple[dict[int, float], dict[int, float]] = ({}, {})
-    covered = {t.index: t for t in traces if t.index in statistics}
-    for index in range(len(streaming.layers) - 1, -1, -1):
-        gradient, found = _through_layer(
-            streaming,
-            index,
-            inputs.pop(),
-            *arguments.pop(),
-            gradient,
-            covered,
-            statistics,
-            skip_first,
-            window,
-        )
-        if found is not None:
-            (keys[index], shrink[0][index]), (values[index], shrink[1][index]) = (
-                (noise / (2 * tokens.size), together / (2 * tokens.size))
-                for noise, together in found
+    with Kept() as inputs:
+        hidden = streaming.run(tokens, on_input=keep)
+        streaming.require_single()
+        mx.eval(hidden)
+        gradient = _head_gradient(streaming, tokens, hidden, seed)
+        del hidden
+        keys: dict[int, Array] = {}
+        values: dict[int, Array] = {}
+        shrink: tuple[dict[int, float], dict[int, float]] = ({}, {})
+        covered = {t.index: t for t in traces if t.index in statistics}
+        for index in range(len(streaming.layers) - 1, -1, -1):
+            gradient, found = _through_layer(
+                streaming,
+                index,
+                inputs.pop(),
+                *arguments.pop(),
+                gradient,
+                covered,
+                statistics,
+                skip_first,
+                window,
             )
+            if found is not None:
+                (keys[index], shrink[0][index]), (values[index], shrink[1][index]) = (
+                    (noise / (2 * tokens.size), together / (2 * tokens.size))
+                    for noise, together in found
+                )
     order = sorted(keys)
     return Sensitivity(
         {i: keys[i] for i in order},
@@ -147,7 +151,10 @@ def _only_head(streaming: StreamingForward) -> Iterator[Callable[[mx.array, mx.a
     last = len(streaming.layers) - 1
 
     def make(index: int, _module: nn.Module, _original: LayerCall) -> LayerCall:
-        return lambda x, *args, **kwargs: given.pop() if index == last else x
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return given.pop() if index == last else first_and_rest(args, kwargs)[0]
+
+        return call
 
     def logits(ids: mx.array, hidden: mx.array) -> mx.array:
         given.append(hidden)
@@ -186,11 +193,13 @@ def _head_gradient(
             drawn = mx.random.categorical(mx.stop_gradient(out), key=own)
             return nn.losses.cross_entropy(out, drawn, reduction="sum")
 
+        vocabulary = logits(mx.array(tokens[:1, :1]), hidden[:1, :1]).shape[-1]
+        positions = max(32, min(_POSITIONS, _LOGITS // vocabulary // 32 * 32))
         for b in range(hidden.shape[0]):
             parts = []
-            for start in range(0, hidden.shape[1], _POSITIONS):
+            for start in range(0, hidden.shape[1], positions):
                 key, own = mx.random.split(key)
-                piece = slice(start, start + _POSITIONS)
+                piece = slice(start, start + positions)
                 ids = mx.array(tokens[b : b + 1, piece])
                 part = mx.grad(loss)(hidden[b : b + 1, piece], ids, own)
                 mx.eval(part)
@@ -231,8 +240,7 @@ def _through_layer(
                 watch.replace = lambda call: noisy_behind(call, dk, dv, window)
                 out = layer(h, *own, **named)  # noqa: B023
                 call = watch.take()[0]
-                before = call.keys if call.rope is None else call.rope.before
-                return [out, before, call.values]
+                return [out, keys_before(call, trace.rope), call.values]
 
             n = given.shape[1]
             k_shape = (1, trace.kv_heads, n, trace.k_dim)

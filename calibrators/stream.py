@@ -1,11 +1,13 @@
 """A model's own forward with one layer's weights in memory at a time.
 
 Each layer's class is exchanged for one that reads its weights, runs all sequences through the layer
-one by one, and drops the weights again. Masks and arguments are the model's own, because its own
-forward calls the layers; it is stopped after the last layer, before the output head.
+one by one, and drops the weights again; the moments of its linears' inputs too, if they are asked
+for. Masks and arguments are the model's own, because its own forward calls the layers; it is
+stopped after the last layer, before the output head.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +20,14 @@ from velox_pack.calibrators.hooks import (
     AttentionCall,
     LayerCall,
     Watch,
+    first_and_rest,
     replaced_calls,
     watch_attention,
 )
+from velox_pack.calibrators.linear_inputs import LayerInputs, OnLinear
 from velox_pack.calibrators.outside import as_float32, read_in_native_dtype
+from velox_pack.calibrators.probed_rope import RopeSpec, keys_before
+from velox_pack.calibrators.trace import trace
 from velox_pack.manifests.errors import CalibrationError
 
 Weights = Mapping[str, mx.array]
@@ -32,7 +38,7 @@ class Captured:
     """Attention of one layer on one sequence, evaluated: all arrays float32, N tokens.
 
     `queries` [Hq, N, Dk] and `keys` [Hkv, N, Dk] as they reach attention, after RoPE and norms;
-    `keys_before` is what RoPE made `keys` from, or None if there was no rotation to see;
+    `keys_before` is what RoPE made `keys` from, None without a rotation that can be undone;
     `values` [Hkv, N, Dv]. `mask` is the model's own ("causal", or an array).
     """
 
@@ -73,6 +79,8 @@ class StreamingForward:
         self._prefixes = [names[id(layer)] + "." for layer in self.layers]
         self._expected = [set(dict(pairs(layer))) for layer in self.layers]
         self._weights = weights
+        self._ropes = _ropes(model)
+        self._hands_on_more = False
         for module in (*self.layers, model):
             drop(module)
 
@@ -83,17 +91,27 @@ class StreamingForward:
         *,
         replace: Replace | None = None,
         on_input: OnInput | None = None,
+        on_linear: OnLinear | None = None,
     ) -> mx.array:
         """Last layer's output, float32 [n, N, hidden], for token ids int32 [n, N].
 
         `hook` gets what attention of each layer saw, a sequence at a time; `replace(layer, call)`
         may give other keys and values to attend to; `on_input(layer, x, args, kwargs)` gets what
-        each layer is called with.
+        each layer is called with. `on_linear` gets the second moments of what each linear of a
+        layer was called with, one after another, after the layer has seen all sequences and while
+        it still has its weights (float32).
         """
         last = len(self.layers) - 1
+        self._hands_on_more = False
 
         def make(index: int, module: nn.Module, original: LayerCall) -> LayerCall:
-            def call(x: mx.array, *args: Any, **kwargs: Any) -> Any:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                x, args, kwargs = first_and_rest(args, kwargs)
+                if x.ndim != 3 or x.shape[0] != len(tokens):
+                    raise CalibrationError(
+                        f"layer {index} takes activations of shape {list(x.shape)}: it cannot be "
+                        "run a sequence at a time"
+                    )
                 if index == 0:
                     self._check(x, "the embedding of the tokens", "")
                     drop_tables(self.model, self.layers)
@@ -101,10 +119,12 @@ class StreamingForward:
                     on_input(index, x, args, kwargs)
                 if replace is not None:
                     watch.replace = lambda attention: replace(index, attention)
-                x = self._run_layer(index, original, watch, hook, x, args, kwargs)
+                out = self._run_layer(index, original, watch, hook, on_linear, x, args, kwargs)
+                if not isinstance(out, mx.array):
+                    self._hands_on_more = True
                 if index == last:
-                    raise _Finished(x)
-                return x
+                    raise _Finished(out if isinstance(out, mx.array) else out[0])
+                return out
 
             return call
 
@@ -123,6 +143,16 @@ class StreamingForward:
                 for module in (*self.layers, self.model):
                     drop(module)
         raise CalibrationError(f"the model never calls its last layer, number {last}")
+
+    def require_single(self) -> None:
+        """Raise CalibrationError if layers handed each other more than one array in the last run:
+        then no gradient can be found a layer at a time.
+        """
+        if self._hands_on_more:
+            raise CalibrationError(
+                "layers of this model hand on more than one activation: sensitivities and "
+                "gradients cannot be found a layer at a time"
+            )
 
     def fill(self, index: int) -> None:
         """Read layer `index`'s weights, lazily, as float32."""
@@ -151,35 +181,58 @@ class StreamingForward:
         original: LayerCall,
         watch: Watch,
         hook: Hook | None,
+        on_linear: OnLinear | None,
         x: mx.array,
-        args: tuple[Any, ...],
+        args: Sequence[Any],
         kwargs: dict[str, Any],
     ) -> Any:
+        """The layer's output for all sequences; the weights are there for no longer than this."""
         self.fill(index)
         watch.take()
+        prefix = self._prefixes[index]
+        inputs = LayerInputs(index, self.layers[index], prefix) if on_linear is not None else None
         outputs = []
-        for b in range(x.shape[0]):
-            rows, named = sequence_of(x.shape[0], b, args, kwargs)
-            out = original(x[b : b + 1], *rows, **named)
-            calls = watch.take()
-            if not isinstance(out, mx.array):
-                raise CalibrationError(
-                    f"layer {index} returns a {type(out).__name__}: it cannot be run alone"
-                )
-            self._check(out, f"layer {index}", self._prefixes[index])
-            if hook is not None and len(calls) == 1:
-                hook(self._captured(index, b, calls[0]))
-            outputs.append(out)
+        with nullcontext() if inputs is None else inputs.watching():
+            for b in range(x.shape[0]):
+                rows, named = sequence_of(x.shape[0], b, args, kwargs)
+                out = original(x[b : b + 1], *rows, **named)
+                calls = watch.take()
+                captured = [self._captured(index, b, call) for call in calls]
+                for path, array in [] if inputs is None else inputs.seen():
+                    self._check(array, f"layer {index}: input of {path}", prefix)
+                hidden = out[0] if isinstance(out, tuple) else out
+                if not isinstance(hidden, mx.array):
+                    raise CalibrationError(
+                        f"layer {index} returns a {type(out).__name__}: it cannot be run alone"
+                    )
+                self._check(hidden, f"layer {index}: output", prefix)
+                if hook is not None and len(calls) == 1:
+                    hook(captured[0])
+                if inputs is not None:
+                    inputs.add()
+                outputs.append(out)
+        del captured, calls
+        joined = _joined(outputs)
+        mx.eval(joined)
+        del outputs, out, hidden
+        if inputs is not None and on_linear is not None:
+            inputs.hand_out(on_linear)
         drop(self.layers[index])
-        return mx.concatenate(outputs)
+        mx.clear_cache()  # buffers of this layer's sizes may fit no other's
+        return joined
 
     def _captured(self, index: int, sequence: int, call: AttentionCall) -> Captured:
-        before = None if call.rope is None else call.rope.before
-        arrays = {"queries": call.queries, "keys": call.keys, "values": call.values}
-        if before is not None:
-            arrays["keys before RoPE"] = before
-        for what, array in arrays.items():
-            self._check(array, f"layer {index}: {what}", self._prefixes[index])
+        """What one call saw, evaluated and found to be finite."""
+        spec = self._ropes.get(index)
+        before = None if spec is None else keys_before(call, spec)
+        for what, array in (
+            ("queries", call.queries),
+            ("keys before RoPE", before),
+            ("keys", call.keys),
+            ("values", call.values),
+        ):
+            if array is not None:
+                self._check(array, f"layer {index}: {what}", self._prefixes[index])
         return Captured(
             layer=index,
             sequence=sequence,
@@ -206,16 +259,35 @@ class StreamingForward:
         raise CalibrationError(f"{what}: activations hold NaN or infinity (weights are finite)")
 
 
+def _ropes(model: nn.Module) -> dict[int, RopeSpec]:
+    """Rotations of the layers' keys, where they are known; the model is not loaded yet."""
+    try:
+        return {t.index: t.rope for t in trace(model) if t.rope is not None}
+    except CalibrationError:  # it may run all the same
+        return {}
+
+
 def sequence_of(
-    count: int, b: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    count: int, b: int, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[list[Any], dict[str, Any]]:
     """Arguments of a layer for sequence `b` alone: batched arrays are cut, masks [N, N] are not."""
 
     def cut(value: Any) -> Any:
+        if isinstance(value, tuple | list):
+            return type(value)(cut(v) for v in value)
         batched = isinstance(value, mx.array) and value.ndim >= 3 and value.shape[0] == count
         return value[b : b + 1] if batched else value
 
     return [cut(a) for a in args], {k: cut(v) for k, v in kwargs.items()}
+
+
+def _joined(outputs: Sequence[Any]) -> Any:
+    """What a layer returned for each sequence, as it would have returned it for all at once."""
+    first = outputs[0]
+    if isinstance(first, tuple | list):
+        return type(first)(_joined(parts) for parts in zip(*outputs, strict=True))
+    batched = isinstance(first, mx.array) and first.ndim >= 3
+    return mx.concatenate(list(outputs)) if batched else first
 
 
 def pairs(module: nn.Module) -> list[tuple[str, mx.array]]:

@@ -10,6 +10,7 @@ from velox_pack.manifests.errors import CalibrationError
 
 SHORTEST = 2000  # characters
 
+TILE = 32  # tokens; products of fewer rows are summed otherwise with one BLAS thread than with two
 _ROOM = 12  # characters left for each token wanted when a place in a stretch is chosen
 
 
@@ -40,6 +41,11 @@ def load_text(path: Path | None = None) -> str:
             f"at least {SHORTEST} are needed"
         )
     return text
+
+
+def whole_tiles(length: int) -> int:
+    """`length` tokens rounded down to a multiple of TILE, if there are as many."""
+    return length - length % TILE if length >= TILE else length
 
 
 def sequences(

@@ -1,11 +1,13 @@
 """Tracing: what each layer of an mlx-lm model does with keys and values, found without its weights.
 
 The model's own forward is called on 8 tokens with its own caches. MLX is lazy and nothing is
-evaluated, so this takes milliseconds and no memory for models of any size.
+evaluated, so this takes milliseconds and no memory for models of any size. Only where the key is
+not what `mx.fast.rope` returned are keys computed, a layer at a time, from an input and parameters
+drawn for the purpose.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -21,6 +23,7 @@ from velox_pack.calibrators.hooks import (
     replaced_calls,
     watch_attention,
 )
+from velox_pack.calibrators.probed_rope import RopeSpec, alike, drawn_parameters, find, rope_spec
 from velox_pack.manifests.errors import CalibrationError
 
 _Borrowed = dict[int, int | None]
@@ -29,19 +32,8 @@ AttentionKind = Literal["full", "sliding", "none", "other"]
 TOKENS = 8
 # Far behind any model's trained length: a rotation whose base grows with the length shows itself.
 LATER = 1 << 24
-
-
-@dataclass(frozen=True)
-class RopeSpec:
-    """Rotation of a key's first `dims` coordinates: position p turns pair i by p * inv_freq[i].
-
-    Pairs are (i, i + dims/2), or (2i, 2i + 1) if `traditional`; `inv_freq` holds float32 values.
-    Factors that the model puts on the key before rotating belong to the key before RoPE.
-    """
-
-    dims: int
-    traditional: bool
-    inv_freq: tuple[float, ...]
+CHANGING = "RoPE's frequencies change with the length"
+PROBED = (0, 500)  # positions at which keys are looked at; float32 angles are still good there
 
 
 @dataclass(frozen=True)
@@ -50,7 +42,8 @@ class LayerTrace:
 
     `rope` is None where keys have to be taken as they reach attention: there is no rotation (before
     and after are the same), or it cannot be undone from its parameters (base that grows with the
-    length, keys changed after it). `routed`: the layer calls mlx-lm's scaled_dot_product_attention.
+    length, keys changed after it); then `rope_reason` says why.
+    `routed`: the layer calls mlx-lm's scaled_dot_product_attention.
     `covered`: velox-pack can hold this layer's keys and values; otherwise `reason` says why not.
     `cache_index` is the place of the layer's cache in `make_prompt_cache(model)`.
     """
@@ -68,6 +61,7 @@ class LayerTrace:
     covered: bool = False
     reason: str | None = None
     cache_index: int | None = None
+    rope_reason: str | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,6 +81,7 @@ class _LayerLog:
     calls: list[AttentionCall]
     updates: list[_Update]
     runs: int = 0
+    ropes: list[RopeCall] = field(default_factory=list)
 
 
 def trace(model: nn.Module) -> list[LayerTrace]:
@@ -106,7 +101,14 @@ def trace(model: nn.Module) -> list[LayerTrace]:
     except Exception:  # then no rotation can be vouched for, but the layers can still be used
         later = [_LayerLog([], []) for _ in logs]
     borrowed = _borrowed(logs)
-    return [_describe(i, logs[i], later[i], borrowed) for i in range(len(logs))]
+    traces = [_describe(i, logs[i], later[i], borrowed) for i in range(len(logs))]
+    unclear = [t.index for t in traces if t.covered and t.rope is None and t.rope_reason is None]
+    candidates = {i: _candidates(logs[i], later[i]) for i in unclear}
+    for i, (spec, reason) in _probe(model, candidates).items():
+        if reason is not None and logs[i].ropes and not candidates[i]:
+            reason = CHANGING
+        traces[i] = replace(traces[i], rope=spec, rope_reason=reason)
+    return traces
 
 
 def refuse_if_uncovered(traces: Sequence[LayerTrace]) -> None:
@@ -137,8 +139,11 @@ def _span(where: Sequence[int]) -> str:
     return "layers " + ", ".join(map(str, where))
 
 
-def _forward(model: nn.Module, offset: int) -> list[_LayerLog]:
-    """One lazy forward at `offset`, with a log for each layer."""
+def _forward(model: nn.Module, offset: int, given_alike: Container[int] = ()) -> list[_LayerLog]:
+    """One lazy forward at `offset`, with a log for each layer.
+
+    The layers `given_alike` get an input of their own, the same for each token.
+    """
     layers: list[nn.Module] = list(model.layers)
     logs = [_LayerLog([], []) for _ in layers]
     current: list[int] = []
@@ -148,9 +153,12 @@ def _forward(model: nn.Module, offset: int) -> list[_LayerLog]:
             logs[index].runs += 1
             current.append(index)
             watch.take()
+            if index in given_alike:
+                args, kwargs = alike(args, kwargs)
             try:
                 return original(*args, **kwargs)
             finally:
+                logs[index].ropes += watch.ropes
                 logs[index].calls += watch.take()
                 current.pop()
 
@@ -188,7 +196,9 @@ def _spy_update(
         if current:
             rope = watch.rope_of(keys)
             logs[current[-1]].updates.append(_Update(place, cache, listed, keys, values, rope))
-        if not offset:
+        if offset:
+            cache.keys, cache.values = keys, values  # for layers that borrow them
+        else:
             update(keys, values, *args)
         # The cache is new, so what it would return is what came in: the same objects keep identity.
         return keys, values
@@ -236,7 +246,18 @@ def _describe(index: int, log: _LayerLog, later: _LayerLog, borrowed: _Borrowed)
     reason = _reason(index, log, borrowed)
     if reason is None and update is not None:
         rope = _rope(log, later)
-        return LayerTrace(index, kind, window=window, rope=rope, routed=True, covered=True, **sizes)
+        unsure = update.rope is not None and rope is None
+        why = CHANGING if later.updates else "its rotation at late positions cannot be traced"
+        return LayerTrace(
+            index,
+            kind,
+            window=window,
+            rope=rope,
+            routed=True,
+            covered=True,
+            rope_reason=why if unsure else None,
+            **sizes,
+        )
     routed = call is not None
     if routed and (update is None or update.keys is not call.keys):  # type: ignore[union-attr]
         kind = "other"
@@ -273,6 +294,8 @@ def _reason(index: int, log: _LayerLog, borrowed: _Borrowed) -> str | None:
     if not log.calls:
         return "computes attention by itself, so its queries cannot be routed"
     call = log.calls[0]
+    if _repeated(call.keys, update.keys) and _repeated(call.values, update.values):
+        return "repeats its KV heads between the cache and attention"
     if call.keys.shape != update.keys.shape or call.values.shape != update.values.shape:
         return "latent attention: its cache holds a compressed form, not keys and values"
     if call.keys is not update.keys or call.values is not update.values:
@@ -284,25 +307,48 @@ def _reason(index: int, log: _LayerLog, borrowed: _Borrowed) -> str | None:
     return None
 
 
+def _repeated(given: mx.array, cached: mx.array) -> bool:
+    """Whether attention gets more heads than the cache, of the same size."""
+    return bool(given.shape[1] > cached.shape[1] and given.shape[2:] == cached.shape[2:])
+
+
 def _rope(log: _LayerLog, later: _LayerLog) -> RopeSpec | None:
-    """The rotation of the cached keys, if it is the same at every position."""
+    """The rotation that returned the cached keys, if it is the same at every position."""
     call = log.updates[0].rope
     other = later.updates[0].rope if later.updates else None
     if call is None or other is None or call.before.ndim != 4:
         return None
     spec = rope_spec(call)
-    at = other.offset if isinstance(other.offset, int) else np.array(other.offset)
-    return spec if rope_spec(other) == spec and np.all(np.equal(at, LATER)) else None
+    return spec if rope_spec(other) == spec and _is_at(other, LATER) else None
 
 
-def rope_spec(call: RopeCall) -> RopeSpec:
-    """The rotation as `mx.fast.rope` does it: base^(-2i/dims) * scale, or scale / freqs."""
-    if call.freqs is not None:
-        freqs = np.array(call.freqs.astype(mx.float32)).astype(np.float64)
-        inverse = call.scale / freqs  # infinite: that pair is not turned
-    else:
-        base = 10000.0 if call.base is None else call.base
-        exponents = -np.arange(0, call.dims, 2, dtype=np.float64) / call.dims
-        inverse = call.scale * base**exponents
-    values = inverse.astype(np.float32)
-    return RopeSpec(call.dims, call.traditional, tuple(float(v) for v in values))
+def _is_at(call: RopeCall, position: int) -> bool:
+    at = call.offset if isinstance(call.offset, int) else np.array(call.offset)
+    return bool(np.all(np.equal(at, position)))
+
+
+def _candidates(log: _LayerLog, later: _LayerLog) -> list[RopeSpec]:
+    """Rotations that happen in this layer and are the same at every position."""
+    known = {rope_spec(c) for c in later.ropes if c.before.ndim == 4 and _is_at(c, LATER)}
+    return list(dict.fromkeys(s for c in log.ropes if (s := rope_spec(c)) in known))
+
+
+def _probe(
+    model: nn.Module, candidates: Mapping[int, Sequence[RopeSpec]]
+) -> dict[int, tuple[RopeSpec | None, str | None]]:
+    """For each layer in `candidates` the rotation of its keys, or why it is none of them."""
+    if not candidates:
+        return {}
+    found = {}
+    with drawn_parameters(model, list(candidates)) as restore:
+        try:
+            logs = {start: _forward(model, start, candidates) for start in PROBED}
+        except Exception as error:
+            reason = f"the layer's rotation could not be probed: {_one_line(error)}"
+            return dict.fromkeys(candidates, (None, reason))
+        for i, specs in candidates.items():
+            found[i] = find([(s, log[i].updates[0].keys) for s, log in logs.items()], specs)
+            restore(i)
+            for log in logs.values():
+                log[i].updates.clear()
+    return found

@@ -14,7 +14,10 @@ import mlx.core as mx
 import numpy as np
 
 from .artifact import Array, Artifact, Form, HasForm, _same_keys, need
+from .artifacts_attention import AttentionFilter, Budgets, ExpectedAttention, FilterReport
+from .artifacts_channels import Gear, Kitty, Outliers, Sinks
 from .artifacts_scalar import JointSpectral, LowRank, Nuq
+from .artifacts_sharing import Correction, MiniCache, Prediction, XQuant
 from .artifacts_vector import CommVQ, RaBitQ, VecInfer
 
 __all__ = [
@@ -318,5 +321,7 @@ KINDS: dict[str, type[Artifact]] = {
     for kind in (
         Codebook, Rope, Spectral, Center, Rotation, Widths, QFilters, Allocation,
         JointSpectral, Nuq, LowRank, VecInfer, CommVQ, RaBitQ,
+        ExpectedAttention, AttentionFilter, FilterReport, Budgets,
+        XQuant, Prediction, Correction, MiniCache, Kitty, Outliers, Gear, Sinks,
     )
 }  # fmt: skip

@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 
 from velox_pack.caches import recipes
-from velox_pack.caches.needs import Need
-from velox_pack.calibrators import ratequant, waterfill
+from velox_pack.calibrators import ratequant, spectral_metric, waterfill
 from velox_pack.calibrators.sensitivity import Sensitivity
-from velox_pack.manifests.artifacts import Artifact, Spectral, Widths
+from velox_pack.manifests.artifacts import Artifact, Widths
+from velox_pack.manifests.artifacts_scalar import JointSpectral
 from velox_pack.manifests.manifest import Layer
 from velox_pack.seen import Seen
 
@@ -25,14 +25,15 @@ def fit(seen: Seen, options: Mapping[str, Any]) -> Iterable[Artifact]:
         window = plan.recipe.window + plan.recipe.flush // 2
         found, bits = _allocate(plan, seen, seen.sensitivity(window))
         yield from found
-    groups: dict[tuple[int, int], list[Layer]] = {}
+    groups: dict[tuple[int, ...], list[Layer]] = {}
     for layer in seen.covered:
-        groups.setdefault((layer.k_dim, layer.v_dim), []).append(layer)
+        shapes = (_costs(plan, part, layer, seen).shape[1] for part in ("keys", "values"))
+        groups.setdefault(tuple(shapes), []).append(layer)
     for layers in groups.values():
         rows: dict[str, list[np.ndarray]] = {"keys": [], "values": []}
         for layer in layers:
             for part, given in zip(rows, bits[layer.index], strict=True):
-                rows[part].append(waterfill.widths(_variances(plan, part, layer, seen), given)[0])
+                rows[part].append(waterfill.widths(_costs(plan, part, layer, seen), given)[0])
         yield Widths(
             plan=plan.canonical,
             bits=_average(wanted, seen.covered),
@@ -55,9 +56,7 @@ def _allocate(
     """RateQuant's bits for keys and values of each layer, from this plan's own distortion."""
     curves = {
         part: {
-            layer.index: ratequant.lloyd_distortion(
-                _variances(plan, part, layer, seen), getattr(measured, part)[layer.index]
-            )
+            layer.index: _curve(plan, part, layer, seen, getattr(measured, part)[layer.index])
             for layer in seen.covered
         }
         for part in ("keys", "values")
@@ -74,12 +73,37 @@ def _allocate(
     return found, bits
 
 
-def _variances(plan: recipes.Plan, part: str, layer: Layer, seen: Seen) -> np.ndarray:
-    """Variances [H, D] of the coordinates that the plan codes; equal after a random rotation."""
-    if part in plan.recipe.spectral_parts:
-        for artifact in seen.made(Need(f"spectral-{part}")):
-            if isinstance(artifact, Spectral) and layer.index in artifact.layers:
-                row: np.ndarray = artifact.variance[artifact.layers.index(layer.index)]
-                shares: np.ndarray = row / row.sum(axis=-1, keepdims=True)
-                return shares
-    return np.ones((layer.kv_heads, layer.k_dim if part == "keys" else layer.v_dim))
+def _basis(plan: recipes.Plan, part: str, layer: Layer, seen: Seen) -> tuple[Any, int] | None:
+    """The artifact of the plan's calibrated basis for a layer, and its row; None without one."""
+    if part in plan.recipe.bases:
+        for artifact in seen.made(plan.recipe.bases[part]):
+            if layer.index in artifact.layers:
+                return artifact, artifact.layers.index(layer.index)
+    return None
+
+
+def _costs(plan: recipes.Plan, part: str, layer: Layer, seen: Seen) -> np.ndarray:
+    """What errors of the coded coordinates cost, [H, D] or [G, C]; equal after a random rotation.
+
+    In the order of the codes, which is that of falling cost.
+    """
+    found = _basis(plan, part, layer, seen)
+    if found is None:
+        return np.ones((layer.kv_heads, layer.k_dim if part == "keys" else layer.v_dim))
+    artifact, row = found
+    if isinstance(artifact, JointSpectral):
+        cost: np.ndarray = artifact.cost[row]
+        return cost
+    variance: np.ndarray = artifact.variance[row]
+    shares: np.ndarray = variance / variance.sum(axis=-1, keepdims=True)
+    return shares
+
+
+def _curve(
+    plan: recipes.Plan, part: str, layer: Layer, seen: Seen, sensitivity: np.ndarray
+) -> ratequant.Distortion:
+    """How the error of this plan's codes falls with bits, in units of a layer's sensitivity [H]."""
+    found = _basis(plan, part, layer, seen)
+    if found is not None and isinstance(found[0], JointSpectral):
+        return spectral_metric.distortion(*found)
+    return ratequant.lloyd_distortion(_costs(plan, part, layer, seen), sensitivity)

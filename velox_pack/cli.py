@@ -106,16 +106,23 @@ def convert(source: str, out: str, dry_run: bool, as_json: bool, debug: bool, **
 @main.command()
 @click.argument("bundle", type=click.Path())
 @click.option("--memory", metavar="SIZE", help="Say what context fits, e.g. 16GB.")
+@click.option("--plots", type=click.Path(), metavar="DIR", help="Draw what was calibrated, as PNG.")
 @_common
-def inspect(bundle: str, memory: str | None, as_json: bool, debug: bool) -> None:
+def inspect(bundle: str, memory: str | None, plots: str | None, as_json: bool, debug: bool) -> None:
     """Show what is in BUNDLE and where its bytes go."""
     from velox_pack.contents import inspect as look
 
     found = look(bundle, memory=None if memory is None else _size(memory))
+    if plots is not None:
+        from velox_pack.plots import draw
+
+        with Console() as console:
+            found["plots"] = [str(path) for path in draw(bundle, plots, console.say)]
     if as_json:
         _print_json(found)
     else:
         show_inspection(found)
+        click.echo("".join(f"wrote {path}\n" for path in found.get("plots", ())), nl=False)
 
 
 @main.command()

@@ -27,7 +27,7 @@ def inspect(path: str | Path, *, memory: int | None = None) -> dict[str, Any]:
     stored = sum(tensors.values())
     caches: dict[str, dict[str, Any]] = {}
     for record in manifest.caches:
-        if not recipes.parse(record.recipe).recipe.ready:
+        if recipes.parse(record.recipe).missing:
             own = {"recipe": record.recipe, "artifacts": list(record.artifacts), "ready": False}
             caches[record.name] = own
             continue

@@ -151,7 +151,7 @@ def evaluate(
         "caches": {},
     }
     if unready:
-        say(f"not measured, since there is no codec for them yet: {', '.join(unready)}")
+        say(f"not measured, since they cannot be loaded yet: {', '.join(unready)}")
         result["not_measured"] = unready
     for name, plan in plans.items():
         scored = against_source[name].result()
@@ -173,9 +173,9 @@ def _require_writable(bundle: Bundle) -> None:
 
 
 def _by_readiness(bundle: Bundle) -> tuple[list[str], list[str]]:
-    """Names of the plans that can be loaded, and of those whose codec is still to come."""
+    """Names of the plans that can be loaded, and of those that are only prepared."""
     parsed = {plan.name: recipes.parse(plan.recipe) for plan in bundle.manifest.caches}
-    ready = [name for name, plan in parsed.items() if plan.recipe.ready]
+    ready = [name for name, plan in parsed.items() if not plan.missing]
     return ready, [name for name in parsed if name not in ready]
 
 

@@ -7,22 +7,48 @@ from typing import Any
 import numpy as np
 
 from velox_pack import allocate
+from velox_pack.caches.needs import Need
 from velox_pack.calibrators import (
+    attention_filter,
+    budgets,
     center,
     codebooks,
     commvq,
+    expected_attention,
+    filter_report,
+    gear,
+    kitty,
     lowrank,
+    minicache,
     nuq,
+    outliers,
+    prediction,
     qfilters,
     rabitq,
     scalar_codebooks,
+    sinks,
     spectral,
+    spectral_metric,
+    squeeze,
     vecinfer,
+    xquant,
 )
+from velox_pack.calibrators.budget_shares import shapes_of
+from velox_pack.calibrators.vector_tools import query_power
 from velox_pack.kernels.rotation import make_rotation
-from velox_pack.manifests.artifacts import Artifact, Rope, Rotation
+from velox_pack.manifests.artifacts import Artifact, QFilters, Rope, Rotation
 from velox_pack.ropes import rope_groups
-from velox_pack.seen import JOINT, STATISTICS, Seen
+from velox_pack.seen import (
+    FILTERS,
+    HIDDEN,
+    JOINT,
+    MASS,
+    NEIGHBOURS,
+    QUERIES,
+    SINKS,
+    STATISTICS,
+    Seen,
+)  # fmt: skip
 
 Options = Mapping[str, Any]
 Make = Callable[[Seen, Options], Iterable[Artifact]]
@@ -91,6 +117,22 @@ def _lowrank(part: str) -> Fit:
     return Fit(lambda s, o: lowrank.fit(s.joint(part), part, **o), (STATISTICS, JOINT))
 
 
+def _joint_spectral(part: str) -> Fit:
+    def make(seen: Seen, options: Options) -> Iterable[Artifact]:
+        steep = getattr(seen.sensitivity(options["window"]), part)
+        traces = {t.index: t for t in seen.traces}
+        metrics = {
+            i: spectral_metric.query_metric(own, traces[i], steep[i])
+            if part == "keys"
+            else spectral_metric.head_metric(own, steep[i])
+            for i, own in seen.statistics.items()
+        }
+        name = {"keys": "queries", "values": "heads"}[part]
+        return spectral_metric.fit(seen.joint(part), metrics, part, metric=name)
+
+    return Fit(make, (STATISTICS, JOINT))
+
+
 def _palu(part: str) -> Fit:
     def make(seen: Seen, options: Options) -> Iterable[Artifact]:
         sensitivity = getattr(seen.sensitivity(options["window"]), part)
@@ -107,6 +149,39 @@ def _palu(part: str) -> Fit:
     return Fit(make, (STATISTICS, JOINT))
 
 
+def _filter_report(seen: Seen, options: Options) -> Iterable[Artifact]:
+    filters = [a for a in seen.made(Need("qfilters")) if isinstance(a, QFilters)]
+    return filter_report.fit(filters, seen.statistics, seen.mass)
+
+
+def _expected(seen: Seen, options: Options) -> Iterable[Artifact]:
+    return expected_attention.fit(seen.collected(QUERIES), **options)
+
+
+def _kitty(part: str) -> Fit:
+    def make(seen: Seen, options: Options) -> Iterable[Artifact]:
+        power = None
+        if part == "keys":
+            traces = {t.index: t for t in seen.traces}
+            power = {i: query_power(s, traces[i]) for i, s in seen.statistics.items()}
+        return kitty.fit(seen.neighbours, part, power=power, **options)
+
+    return Fit(make, (STATISTICS, NEIGHBOURS))
+
+
+def _of_tokens(fit: Callable[..., Iterable[Artifact]], *leading: str) -> Fit:
+    """A fit of the same tokens in all layers."""
+    return Fit(lambda s, o: fit(s.neighbours, *leading, **o), (STATISTICS, NEIGHBOURS))
+
+
+def _budgets(fit: Callable[..., Iterable[Artifact]]) -> Fit:
+    return Fit(lambda s, o: fit(shapes_of(s.traces), s.mass, **o), (STATISTICS, MASS))
+
+
+def _squeeze(seen: Seen, options: Options) -> Iterable[Artifact]:
+    return squeeze.fit(seen.collected(HIDDEN).done(), shapes_of(seen.traces), **options)
+
+
 FITS: dict[str, Fit] = {
     "widths": Fit(allocate.fit, ()),
     "rope": Fit(_ropes, ()),
@@ -115,6 +190,8 @@ FITS: dict[str, Fit] = {
     "qfilters": Fit(lambda s, o: qfilters.fit(s.statistics)),
     "spectral-keys": Fit(lambda s, o: spectral.fit(s.statistics, "keys")),
     "center-values": Fit(lambda s, o: center.fit(s.statistics, "values")),
+    "joint-spectral-keys": _joint_spectral("keys"),
+    "joint-spectral-values": _joint_spectral("values"),
     "vecinfer-keys": _vecinfer("keys"),
     "vecinfer-values": _vecinfer("values"),
     "commvq": Fit(_commvq),
@@ -125,4 +202,27 @@ FITS: dict[str, Fit] = {
     "lowrank-values": _lowrank("values"),
     "palu-keys": _palu("keys"),
     "palu-values": _palu("values"),
+    "xquant-keys": _of_tokens(xquant.fit, "keys"),
+    "xquant-values": _of_tokens(xquant.fit, "values"),
+    "prediction": _of_tokens(prediction.fit),
+    "minicache-keys": _of_tokens(minicache.fit, "keys"),
+    "minicache-values": _of_tokens(minicache.fit, "values"),
+    "kitty-keys": _kitty("keys"),
+    "kitty-values": _kitty("values"),
+    "gear-keys": _of_tokens(gear.fit, "keys"),
+    "gear-values": _of_tokens(gear.fit, "values"),
+    "correction-keys": _of_tokens(gear.correct, "keys"),
+    "correction-values": _of_tokens(gear.correct, "values"),
+    "outliers-keys": _of_tokens(outliers.fit, "keys"),
+    "outliers-values": _of_tokens(outliers.fit, "values"),
+    "sinks": Fit(lambda s, o: sinks.fit(s.collected(SINKS).done(), **o), (STATISTICS, SINKS)),
+    "filter-report": Fit(_filter_report, (STATISTICS, MASS)),
+    "expected-attention": Fit(_expected, (STATISTICS, QUERIES)),
+    "attention-filter": Fit(
+        lambda s, o: attention_filter.fit(s.collected(FILTERS), **o), (STATISTICS, FILTERS)
+    ),
+    "budgets-pyramid": _budgets(budgets.pyramid),
+    "budgets-ada": _budgets(budgets.ada),
+    "budgets-measured": _budgets(budgets.measured),
+    "budgets-squeeze": Fit(_squeeze, (STATISTICS, HIDDEN)),
 }

@@ -12,7 +12,7 @@ from velox_pack import weights as weight_plans
 from velox_pack.architectures import positions
 from velox_pack.caches import grammar, recipes
 from velox_pack.caches.needs import Need
-from velox_pack.calibrators.text import load_text, sequences
+from velox_pack.calibrators.text import load_text, sequences, whole_tiles
 from velox_pack.calibrators.trace import LayerTrace, refuse_if_uncovered, trace
 from velox_pack.fits import FITS
 from velox_pack.manifests.aligned import TensorSpec
@@ -98,7 +98,7 @@ class Job:
             "weight_bytes": self.weight_bytes,
             "source_weight_bytes": self.source_bytes,
             "caches": [name for name, _ in self.caches],
-            "later": [name for name, plan in self.caches if not plan.recipe.ready],
+            "later": [name for name, plan in self.caches if plan.missing],
             "coverage": {"weights": self._weight_coverage(), "caches": self._cache_coverage()},
             "kept": [{"path": path, "reason": reason} for path, reason in self.packing.kept],
             "calibration": None
@@ -286,6 +286,6 @@ def _read_text(path: str | Path | None) -> str:
 
 
 def _tokenize(source: Source, name: str, text: str, tokens: int, seed: int) -> Text:
-    length = min(SEQUENCE, positions(source.config) or SEQUENCE, tokens)
+    length = whole_tiles(min(SEQUENCE, positions(source.config) or SEQUENCE, tokens))
     rows = sequences(source.tokenizer(), text, tokens, length, seed)
     return Text(name, hashlib.sha256(text.encode()).hexdigest(), rows)

@@ -71,7 +71,7 @@ def size(count: float) -> str:
     raise AssertionError
 
 
-_LATER = ": artifacts only, there is no codec for it yet"
+_LATER = ": prepared; cannot be loaded yet"
 
 
 def show_job(summary: Mapping[str, Any], *, done: bool) -> None:
@@ -253,7 +253,7 @@ def show_recipes(rows: Sequence[Mapping[str, Any]]) -> None:
     table = _table("recipe", "options and defaults", "what it does")
     for row in rows:
         options = ", ".join(f"{k}={v}" for k, v in row["options"].items())
-        about = row["about"] if row["ready"] else f"{row['about']}; no codec yet"
+        about = row["about"] if row["ready"] else f"{row['about']}; prepared only, so far"
         table.add_row(row["name"], options or "-", about)
     out.print(table)
     out.print("combine with +, as in ratequant+spectral:bits=3", soft_wrap=True)

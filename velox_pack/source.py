@@ -254,7 +254,9 @@ class Source:
             raise SourceError(
                 f"{self.name}: mlx-lm cannot build this model: {_first_line(error)}"
             ) from error
-        return model, caught, config
+        weights = dict(caught)
+        caught.clear()  # the class above is a reference cycle, and must not keep what is read
+        return model, weights, config
 
 
 def check_finite(name: str, array: mx.array) -> None:

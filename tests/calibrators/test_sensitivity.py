@@ -7,12 +7,14 @@ import numpy as np
 import pytest
 from scipy.stats import spearmanr
 
-from velox_pack.calibrators import sensitivity
+from velox_pack.calibrators import gradients, sensitivity
 from velox_pack.calibrators.capture import capture
 from velox_pack.calibrators.hooks import AttentionCall
 from velox_pack.calibrators.stream import StreamingForward
 from velox_pack.calibrators.trace import trace
+from velox_pack.manifests.errors import CalibrationError
 from velox_pack.source import resolve
+from zoo import VOCABULARY, build, draw
 
 SIZE = 0.02  # relative noise
 
@@ -142,3 +144,34 @@ def test_layer_by_layer_equals_one_backward_pass_of_the_whole_model(
     size = np.square(values - statistics[first].values.mean[:, None]).mean(axis=-1)
     expected = (size * np.square(gradient).sum(axis=-1)).sum(axis=1) / (2 * 40)
     np.testing.assert_allclose(found.values[first], expected, rtol=2e-3)
+
+
+def test_a_key_that_is_put_together_after_rope() -> None:
+    """In gptj keys are not RoPE's own result: they are turned back by the traced rotation."""
+    model = build("gptj")
+    weights = draw(model)
+    tokens = np.random.default_rng(0).integers(0, VOCABULARY, (2, 32)).astype(np.int32)
+    traces = trace(model)
+    streaming = StreamingForward(model, lambda: dict(weights))
+    statistics = capture(streaming, tokens, traces)
+    seen: list[gradients.Gradients] = []
+    gradients.backward(streaming, tokens, traces, seen.append)
+    found = sensitivity.measure(streaming, tokens, traces, statistics)
+    for layer in (0, 1):
+        keys = np.concatenate([g.keys[:, 4:] for g in seen if g.layer == layer], axis=1)
+        np.testing.assert_allclose(keys.mean(axis=1), statistics[layer].keys_before.mean, atol=1e-5)
+        assert np.all(found.keys[layer] > 0)
+
+
+def test_layers_that_hand_on_more_than_one_activation_are_refused() -> None:
+    model = build("gemma4_text")
+    weights = draw(model)
+    tokens = np.zeros((2, 32), np.int32)
+    streaming = StreamingForward(model, lambda: dict(weights))
+    traces = trace(build("gemma4_text"))
+    for work in (
+        lambda: sensitivity.measure(streaming, tokens, traces, {}),
+        lambda: gradients.backward(streaming, tokens, traces, print),
+    ):
+        with pytest.raises(CalibrationError, match="more than one activation"):
+            work()

@@ -1,5 +1,6 @@
 """The streaming forward computes what the plain forward does, with one layer in memory."""
 
+import gc
 from typing import Any
 
 import mlx.core as mx
@@ -141,16 +142,47 @@ def test_non_finite_weights_are_named(tiny_model: Any, name: str, what: str) -> 
     assert type(model.layers[0]) is kind
 
 
-def test_overflowing_activations_name_layer_and_tensor(tiny_model: Any) -> None:
+@pytest.mark.parametrize(
+    ("names", "what"),
+    [
+        (["self_attn.q_proj"], "queries"),
+        (["self_attn.k_proj"], "keys before RoPE"),
+        (["self_attn.v_proj"], "values"),
+        (["mlp.up_proj", "mlp.down_proj"], "output"),
+    ],
+)
+@pytest.mark.parametrize("hooked", [False, True])
+def test_overflowing_activations_name_layer_and_tensor(
+    tiny_model: Any, names: list[str], what: str, hooked: bool
+) -> None:
     source = resolve(str(tiny_model("llama")))
 
     def huge() -> dict[str, mx.array]:
         weights = {n: a.astype(mx.float32) for n, a in source.weights().items()}
-        weights["model.layers.1.self_attn.v_proj.weight"] *= 1e38
+        for name in names:
+            weights[f"model.layers.1.{name}.weight"] *= 1e38 if len(names) == 1 else 1e25
         return weights
 
-    with pytest.raises(CalibrationError, match=r"layer 1.*NaN or infinity"):
-        StreamingForward(source.skeleton(), huge).run(TOKENS)
+    streaming = StreamingForward(source.skeleton(), huge)
+    with pytest.raises(CalibrationError) as caught:
+        streaming.run(TOKENS, (lambda captured: None) if hooked else None)
+    expected = f"layer 1: {what}: activations hold NaN or infinity (weights are finite)"
+    assert str(caught.value) == expected
+
+
+def test_what_layers_read_from_a_source_is_freed(tiny_model: Any) -> None:
+    """Weights must not stay in memory until Python collects its cycles."""
+    source = resolve(str(tiny_model("llama", hidden_size=256, intermediate_size=1024)))
+    layer = sum(a.nbytes for a in source.weights().values()) / 3
+    gc.collect()
+    gc.disable()
+    try:
+        mx.clear_cache()
+        before = mx.get_active_memory()
+        mx.eval(StreamingForward(source.skeleton(), source.weights).run(TOKENS))
+        assert mx.get_active_memory() - before < layer / 2
+    finally:
+        gc.enable()
 
 
 def test_products_with_large_tables_go_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from velox_pack.calibrators.text import load_text, sequences
+from velox_pack.calibrators.text import load_text, sequences, whole_tiles
 from velox_pack.manifests.errors import CalibrationError
 
 
@@ -34,6 +34,11 @@ def test_sequences_come_from_the_whole_text_and_depend_on_the_seed_alone() -> No
 
 def test_a_text_that_just_suffices_is_used_up() -> None:
     assert sequences(Bytes(), TEXT, len(TEXT) // 1000 * 990, 990, seed=0).shape[1] == 990
+
+
+def test_lengths_in_whole_tiles() -> None:
+    lengths = (512, 511, 64, 63, 32, 31, 1)
+    assert [whole_tiles(n) for n in lengths] == [512, 480, 64, 32, 32, 31, 1]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ Loading such a plan says so. What the calibrations gain is measured by encode an
 (benchmarks/calibrators.py).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, NoReturn
 
@@ -21,7 +22,7 @@ class Later:
     """What recipes without a codec have in common."""
 
     ready: ClassVar[bool] = False
-    spectral_parts: ClassVar[tuple[str, ...]] = ()
+    bases: ClassVar[Mapping[str, Need]] = {}
 
     def codecs(self, layer: Layer, workshop: Workshop) -> NoReturn:
         """Never called: `recipes.build` refuses first."""

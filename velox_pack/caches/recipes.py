@@ -3,11 +3,20 @@
 A recipe says which artifacts it needs and builds the plan of a layer from them; it fits nothing.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Protocol
 
 from velox_pack.caches import grammar
 from velox_pack.caches.codecs.base import Codec
+from velox_pack.caches.later_around import (
+    GearRecipe,
+    KittyRecipe,
+    KiviSinkRecipe,
+    MiniCacheRecipe,
+    OutliersRecipe,
+    XQuantRecipe,
+)
 from velox_pack.caches.later_recipes import (
     CommVQRecipe,
     KVQuantRecipe,
@@ -18,9 +27,11 @@ from velox_pack.caches.later_recipes import (
 )
 from velox_pack.caches.needs import Need
 from velox_pack.caches.plan import LayerPlan, ModelPlan
+from velox_pack.caches.policies import POLICIES
 from velox_pack.caches.scalar_recipes import (
     AffineRecipe,
     ExactRecipe,
+    JointSpectralRecipe,
     SpectralRecipe,
     TurboQuantMse,
 )
@@ -35,7 +46,6 @@ class Recipe(Protocol):
 
     about: ClassVar[str]
     ready: ClassVar[bool]  # False: its artifacts can be calibrated, its codec is still to come
-    spectral_parts: ClassVar[tuple[str, ...]]
     sinks: int
     window: int
     flush: int
@@ -43,6 +53,10 @@ class Recipe(Protocol):
     @property
     def needs(self) -> tuple[Need, ...]:
         """What it wants calibrated."""
+
+    @property
+    def bases(self) -> Mapping[str, Need]:
+        """Part -> the need whose artifacts say what its coordinates cost; alike without one."""
 
     def codecs(self, layer: Layer, workshop: Workshop) -> tuple[Codec, Codec]:
         """Key and value codec of one layer."""
@@ -59,12 +73,19 @@ RECIPES: dict[str, type[Any]] = {
     "affine": AffineRecipe,
     "turboquant-mse": TurboQuantMse,
     "spectral": SpectralRecipe,
+    "joint-spectral": JointSpectralRecipe,
     "vecinfer": VecInferRecipe,
     "commvq": CommVQRecipe,
     "rabitq": RaBitQRecipe,
     "kvquant": KVQuantRecipe,
     "svdq": SVDqRecipe,
     "palu": PaluRecipe,
+    "xquant": XQuantRecipe,
+    "minicache": MiniCacheRecipe,
+    "kitty": KittyRecipe,
+    "gear": GearRecipe,
+    "outliers": OutliersRecipe,
+    "kivi-sink": KiviSinkRecipe,
 }
 RATEQUANT = "ratequant"
 ABOUT_RATEQUANT = "spread the bits of another recipe over layers, keys and values by sensitivity"
@@ -72,31 +93,44 @@ ABOUT_RATEQUANT = "spread the bits of another recipe over layers, keys and value
 
 @dataclass(frozen=True)
 class Plan:
-    """A parsed recipe: a codec recipe, and whether RateQuant spreads its bits."""
+    """A parsed recipe: codecs, whether RateQuant spreads their bits, and what evicts."""
 
     name: str
     recipe: Any
     ratequant: bool
+    policy_name: str | None = None
+    policy: Any = None
 
     @property
     def canonical(self) -> str:
         """The recipe with every option written out."""
-        text = grammar.write(self.name, self.recipe)
-        return f"{RATEQUANT}+{text}" if self.ratequant else text
+        parts = [grammar.write(self.name, self.recipe)]
+        if self.ratequant:
+            parts.insert(0, RATEQUANT)
+        if self.policy_name is not None:
+            parts.insert(0, grammar.write(self.policy_name, self.policy))
+        return "+".join(parts)
 
     @property
     def needs(self) -> tuple[Need, ...]:
         """What it wants calibrated; "widths" are its own, other needs are shared between plans."""
         own = () if self.recipe.bits_of() is None else (Need.of("widths", plan=self.canonical),)
-        return (*self.recipe.needs, *own)
+        return (*self.recipe.needs, *own, *(self.policy.needs if self.policy else ()))
+
+    @property
+    def missing(self) -> str | None:
+        """What this velox-pack lacks to load the plan, or None."""
+        if self.policy is not None:
+            return f"no eviction by {self.policy_name}"
+        return None if self.recipe.ready else f"no codec for {self.name}"
 
 
 def parse(text: str) -> Plan:
-    """Read `spectral:bits=3`, `ratequant+spectral:bits=2.5`.
+    """Read `spectral:bits=3`, `ratequant+spectral:bits=2.5`, `qfilters:budget=512+spectral`.
 
     Raises RecipeError that lists the valid names or keys.
     """
-    codecs = []
+    codecs, policies = [], []
     ratequant = False
     for part in grammar.parse(text):
         if part.name == RATEQUANT:
@@ -105,16 +139,21 @@ def parse(text: str) -> Plan:
             ratequant = True
         elif part.name in RECIPES:
             codecs.append((part.name, grammar.make(RECIPES[part.name], part.name, part.options)))
+        elif part.name in POLICIES:
+            policies.append((part.name, grammar.make(POLICIES[part.name], part.name, part.options)))
         else:
-            raise RecipeError(
-                f"no recipe is called {part.name!r}; there are: {', '.join(RECIPES)}, {RATEQUANT}"
-            )
+            names = ", ".join((*RECIPES, RATEQUANT, *POLICIES))
+            raise RecipeError(f"no recipe is called {part.name!r}; there are: {names}")
+    if policies and not codecs:
+        codecs.append(("exact", ExactRecipe()))
     if len(codecs) != 1:
         raise RecipeError(f"recipe {text!r}: give one of {', '.join(RECIPES)}")
+    if len(policies) > 1:
+        raise RecipeError(f"recipe {text!r}: give at most one of {', '.join(POLICIES)}")
     name, recipe = codecs[0]
     if ratequant and recipe.bits_of() is None:
         raise RecipeError(f"recipe {text!r}: {name} has no bits that ratequant could spread")
-    return Plan(name, recipe, ratequant)
+    return Plan(name, recipe, ratequant, *(policies[0] if policies else ()))
 
 
 def build(plan: Plan, name: str, fingerprint: str, shelf: Shelf) -> ModelPlan:
@@ -122,9 +161,9 @@ def build(plan: Plan, name: str, fingerprint: str, shelf: Shelf) -> ModelPlan:
 
     Raises RecipeError for a missing artifact or a head dimension that does not fit.
     """
-    if not plan.recipe.ready:
+    if plan.missing:
         raise RecipeError(
-            f"plan {name!r} is prepared, but this velox-pack has no codec for {plan.name} yet; "
+            f"plan {name!r} is prepared, but this velox-pack has {plan.missing} yet; "
             'load with cache="none" or another plan of the bundle'
         )
     workshop = Workshop(shelf, plan.canonical)
@@ -145,4 +184,7 @@ def describe() -> list[dict[str, Any]]:
         options = {f.name: f.default for f in fields(kind)}
         rows.append({"name": name, "options": options, "about": kind.about, "ready": kind.ready})
     rows.append({"name": RATEQUANT, "options": {}, "about": ABOUT_RATEQUANT, "ready": True})
+    for name, kind in POLICIES.items():
+        options = {f.name: f.default for f in fields(kind)}
+        rows.append({"name": name, "options": options, "about": kind.about, "ready": False})
     return rows

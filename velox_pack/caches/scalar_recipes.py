@@ -1,5 +1,6 @@
 """Recipes that code one number at a time: exact, affine, TurboQuant, spectral."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -8,18 +9,22 @@ import mlx.core as mx
 from velox_pack.caches.codecs.affine import Affine
 from velox_pack.caches.codecs.base import Codec
 from velox_pack.caches.codecs.exact import Exact
+from velox_pack.caches.codecs.grouped import GroupedBasis
 from velox_pack.caches.codecs.rotated import Eigenbasis, LogNorm, PlainNorm, RotatedScalar
 from velox_pack.caches.needs import Need
 from velox_pack.caches.plan import LayerPlan
 from velox_pack.caches.workshop import Workshop
 from velox_pack.manifests.artifacts import Center, Spectral
+from velox_pack.manifests.artifacts_scalar import JointSpectral
 from velox_pack.manifests.errors import RecipeError
 from velox_pack.manifests.manifest import Layer
 
 GAUSSIAN = Need.of("codebook", distribution="gaussian")
 
 
-def _check_bits(recipe: "TurboQuantMse | SpectralRecipe", layer: Layer) -> None:
+def _check_bits(
+    recipe: "TurboQuantMse | SpectralRecipe | JointSpectralRecipe", layer: Layer
+) -> None:
     for part, bits, dim in zip(
         ("keys", "values"), recipe.bits_of(), (layer.k_dim, layer.v_dim), strict=True
     ):
@@ -38,7 +43,7 @@ class ExactRecipe:
 
     about: ClassVar[str] = "no compression; the control in comparisons"
     ready: ClassVar[bool] = True
-    spectral_parts: ClassVar[tuple[str, ...]] = ()
+    bases: ClassVar[Mapping[str, Need]] = {}
     sinks: ClassVar[int] = 0
     window: ClassVar[int] = 0
     flush: ClassVar[int] = 256
@@ -66,7 +71,7 @@ class AffineRecipe:
 
     about: ClassVar[str] = "affine rounding in groups; nothing to calibrate"
     ready: ClassVar[bool] = True
-    spectral_parts: ClassVar[tuple[str, ...]] = ()
+    bases: ClassVar[Mapping[str, Need]] = {}
     bits: int = 4
     group: int = 64
     axis: str = "token"
@@ -110,7 +115,7 @@ class TurboQuantMse:
 
     about: ClassVar[str] = "random rotation, Lloyd-Max levels; nothing to calibrate"
     ready: ClassVar[bool] = True
-    spectral_parts: ClassVar[tuple[str, ...]] = ()
+    bases: ClassVar[Mapping[str, Need]] = {}
     bits: float = 4.0
     levels: str = "gaussian"
     sinks: int = 4
@@ -163,7 +168,7 @@ class SpectralRecipe:
 
     about: ClassVar[str] = "keys before RoPE in their eigenbasis, water-filled; values rotated"
     ready: ClassVar[bool] = True
-    spectral_parts: ClassVar[tuple[str, ...]] = ("keys",)
+    bases: ClassVar[Mapping[str, Need]] = {"keys": Need("spectral-keys")}
     bits: float = 3.0
     keys: float | None = None
     values: float | None = None
@@ -202,6 +207,66 @@ class SpectralRecipe:
             mean=center.mean[row],
         )
         return (workshop.before_rope(layer, keys) if book.before_rope else keys), values
+
+    def bits_of(self) -> tuple[float, float]:
+        """Bits of keys and of values."""
+        keys = self.bits if self.keys is None else self.keys
+        values = self.bits if self.values is None else self.values
+        return keys, values
+
+    def check(self, layer: Layer) -> None:
+        """Bits can be packed."""
+        _check_bits(self, layer)
+
+
+@dataclass(frozen=True)
+class JointSpectralRecipe:
+    """Keys before RoPE and values, heads together, in bases that know what an error costs.
+
+    Heads of a layer repeat each other, so a basis of all of them carries the same with fewer bits;
+    it is that of the queries' metric for keys and of measured sensitivities for values
+    (calibrators.spectral_metric). One 8-bit logarithmic scale for the heads of a group together.
+    """
+
+    about: ClassVar[str] = "keys before RoPE and values, heads together, bases by cost of errors"
+    ready: ClassVar[bool] = True
+    bits: float = 3.0
+    keys: float | None = None
+    values: float | None = None
+    sinks: int = 4
+    window: int = 24
+    flush: int = 8
+
+    @property
+    def bases(self) -> Mapping[str, Need]:
+        """The joint basis of each part; costs are those of what the window does not keep."""
+        behind = self.window + self.flush // 2
+        return {p: Need.of(f"joint-spectral-{p}", window=behind) for p in ("keys", "values")}
+
+    @property
+    def needs(self) -> tuple[Need, ...]:
+        """Bases, and how keys are turned."""
+        return (GAUSSIAN, Need("rope"), *self.bases.values())
+
+    def codecs(self, layer: Layer, workshop: Workshop) -> tuple[Codec, Codec]:
+        """The same kind for keys and values."""
+        keys, before = self._codec(layer, workshop, "keys")
+        values, _ = self._codec(layer, workshop, "values")
+        return (workshop.before_rope(layer, keys) if before else keys), values
+
+    def _codec(self, layer: Layer, workshop: Workshop, part: str) -> tuple[Codec, bool]:
+        found, row = workshop.shelf.find(JointSpectral, layer.index, part=part)
+        variance = found.variance[row]
+        sigma = mx.sqrt(variance / mx.maximum(variance.sum(-1, keepdims=True), 1e-30))
+        codec = RotatedScalar(
+            turn=GroupedBasis(found.forward[row], found.undo[row], found.group),
+            sigma=mx.maximum(sigma, 1e-6),
+            widths=workshop.widths(layer.index, part),
+            table=workshop.levels(),
+            norm=LogNorm(*found.log_norm[row].tolist()),
+            mean=found.mean[row],
+        )
+        return codec, found.before_rope
 
     def bits_of(self) -> tuple[float, float]:
         """Bits of keys and of values."""

@@ -14,6 +14,7 @@ from velox_pack.caches import recipes
 from velox_pack.caches.cache import VeloxCache
 from velox_pack.caches.codecs.affine import Affine
 from velox_pack.caches.codecs.exact import Exact
+from velox_pack.caches.codecs.grouped import GroupedBasis
 from velox_pack.caches.codecs.rope import BeforeRope, RopeTable
 from velox_pack.caches.codecs.rotated import (
     Eigenbasis,
@@ -25,12 +26,21 @@ from velox_pack.caches.codecs.rotated import (
 )
 from velox_pack.caches.plan import LayerPlan, ModelPlan
 from velox_pack.caches.shelf import Shelf
-from velox_pack.calibrators import center, codebooks, spectral, waterfill
+from velox_pack.calibrators import (
+    center,
+    codebooks,
+    joint,
+    spectral,
+    spectral_metric,
+    waterfill,
+)
 from velox_pack.calibrators.capture import capture
+from velox_pack.calibrators.spectral_metric import head_metric, query_metric
 from velox_pack.calibrators.stream import StreamingForward
 from velox_pack.calibrators.trace import LayerTrace, trace
 from velox_pack.kernels.rotation import make_rotation
 from velox_pack.manifests.artifacts import Artifact, Rope, Rotation, Spectral, Widths
+from velox_pack.manifests.artifacts_scalar import JointSpectral
 from velox_pack.manifests.manifest import Layer
 from velox_pack.source import data_folder, resolve
 
@@ -119,13 +129,21 @@ def prepare(path: str, tokens: np.ndarray) -> Prepared:
         )
         for t in traces
     )
-    statistics = capture(StreamingForward(source.skeleton(), source.weights), tokens, covered)
+    together = joint.Collector(covered)
+    streaming = StreamingForward(source.skeleton(), source.weights)
+    statistics = capture(streaming, tokens, covered, also=[together])
+    metrics = {
+        "keys": {t.index: query_metric(statistics[t.index], t) for t in covered},
+        "values": {t.index: head_metric(statistics[t.index]) for t in covered},
+    }
     fitted = [
         codebooks.fit(),
         *(rotation(d) for d in sorted({d for t in covered for d in (t.k_dim, t.v_dim)})),
         *_ropes(covered),
         *spectral.fit(statistics, "keys"),
         *center.fit(statistics, "values"),
+        *spectral_metric.fit(together.done("keys"), metrics["keys"], "keys", metric="queries"),
+        *spectral_metric.fit(together.done("values"), metrics["values"], "values", metric="heads"),
     ]
     model = source.skeleton()
     model.load_weights(list(source.weights().items()))
@@ -175,7 +193,10 @@ def _widths(
     for layer in covered:
         for part, dim, wanted in zip(rows, (layer.k_dim, layer.v_dim), bits, strict=True):
             variance = np.ones((1, dim))
-            if part in plan.recipe.spectral_parts:
+            if part in plan.recipe.bases and plan.name == "joint-spectral":
+                book, row = shelf.find(JointSpectral, layer.index, part=part)
+                variance = np.array(book.cost[row])
+            elif part in plan.recipe.bases:
                 book, row = shelf.find(Spectral, layer.index, part=part)
                 variance = np.array(book.variance[row])
                 variance = variance / variance.sum(axis=-1, keepdims=True)
@@ -205,6 +226,15 @@ def example_plans(heads: int = 2, dim: int = 64) -> dict[str, LayerPlan]:
         norm=LogNorm(-2.0, 0.03),
         mean=mx.array(rng.standard_normal((heads, dim)).astype(np.float32)),
     )
+    both = np.linalg.qr(rng.standard_normal((1, heads * dim, heads * dim)))[0]
+    grouped = RotatedScalar(
+        turn=GroupedBasis(mx.array(both.astype(np.float16)), mx.ones((heads, 1, 1)), heads),
+        sigma=mx.full((1, heads * dim), (heads * dim) ** -0.5),
+        widths=(4,) * 32 + (2,) * (heads * dim - 32),
+        table=table,
+        norm=LogNorm(-2.0, 0.03),
+        mean=mx.array(rng.standard_normal((heads, dim)).astype(np.float32)),
+    )
     rotated = RotatedScalar(
         turn=Structured(make_rotation(dim, 0)),
         sigma=mx.full((heads, dim), dim**-0.5),
@@ -219,6 +249,7 @@ def example_plans(heads: int = 2, dim: int = 64) -> dict[str, LayerPlan]:
         "exact": LayerPlan(Exact(), Exact(), 4, 24, 8),
         "rotated": LayerPlan(rotated, rotated, 4, 24, 8),
         "spectral": LayerPlan(before, rotated, 4, 24, 8),
+        "joint": LayerPlan(BeforeRope(grouped, RopeTable(inv_freq, False)), grouped, 4, 24, 8),
         "no window": LayerPlan(before, rotated, 0, 0, 1),
         "token": LayerPlan(token, token, 4, 24, 64),
         "channel": LayerPlan(channel, token, 4, 24, 64),

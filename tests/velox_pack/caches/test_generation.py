@@ -12,7 +12,12 @@ import velox_pack.door  # noqa: F401 - makes VeloxCache known to mlx-lm
 from velox_pack.caches.plan import register
 from velox_pack.source import resolve
 
-RECIPES = ["spectral:bits=3", "turboquant-mse:bits=4", "affine:bits=4,axis=channel"]
+RECIPES = [
+    "spectral:bits=3",
+    "joint-spectral:bits=2",
+    "turboquant-mse:bits=4",
+    "affine:bits=4,axis=channel",
+]
 
 
 @pytest.fixture

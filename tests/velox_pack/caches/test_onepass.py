@@ -15,6 +15,7 @@ from velox_pack.onepass import OnePassCache
 # or, in affine rounding, the last bit of a group's float16 scale; so nearly all agree to 1e-4.
 RECIPES = {
     "spectral:bits=3,sinks=4,window=24,flush=8": (72, 1e-4),
+    "joint-spectral:bits=2,sinks=4,window=24,flush=8": (72, 1e-4),
     "turboquant-mse:bits=2,sinks=0,window=0,flush=1": (40, 1e-4),
     "affine:bits=3,group=32,window=8,flush=8": (40, 1e-2),
     "affine:bits=3,group=32,axis=channel,window=8,flush=32": (80, 1e-2),
@@ -66,7 +67,9 @@ def test_texts_shorter_than_the_window(demo, heldout, length):
 
 
 @pytest.mark.parametrize("architecture", ["gemma3_text", "cohere2", "qwen3"])
-@pytest.mark.parametrize("recipe", ["spectral:bits=2", "affine:bits=2,group=32,flush=8"])
+@pytest.mark.parametrize(
+    "recipe", ["spectral:bits=2", "joint-spectral:bits=3", "affine:bits=2,group=32,flush=8"]
+)
 def test_equals_decoding_on_other_models(tiny, architecture, recipe):
     ready = tiny(architecture)
     tokens = mx.array(random_tokens(1, 60, seed=7)[0])

@@ -44,6 +44,12 @@ def test_calibrated_beats_random_rotation_beats_affine_at_3_bits(kl):
     assert rotated < 0.8 * affine
 
 
+def test_heads_together_beat_a_basis_for_each(kl):
+    """At fewer bytes too: one scale for both heads. Few tokens here; benchmarks have more."""
+    assert kl("joint-spectral:bits=3") < 0.9 * kl("spectral:bits=3")
+    assert kl("joint-spectral:bits=2") < 0.9 * kl("spectral:bits=2")
+
+
 def test_each_bit_counts(kl):
     values = [kl(f"spectral:bits={bits}") for bits in (2, 3, 4)]
     assert values[0] > 2 * values[1]

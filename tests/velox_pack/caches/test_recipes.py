@@ -74,7 +74,10 @@ def test_any_options_round_trip(bits, keys, window, flush):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("spectre", "there are: exact, affine, turboquant-mse, spectral, vecinfer,"),
+        (
+            "spectre",
+            "there are: exact, affine, turboquant-mse, spectral, joint-spectral, vecinfer,",
+        ),
         ("spectral:bit=3", "it takes bits, keys, values, sinks, window, flush"),
         ("exact:bits=3", "it takes none"),
         ("spectral+affine", "give one of exact, affine"),
@@ -113,7 +116,9 @@ def test_what_a_layer_cannot_have_is_said_before_anything_is_read(text, fields, 
 
 
 @pytest.mark.parametrize("dim", [16, 64, 80, 96, 112, 128, 256])
-@pytest.mark.parametrize("text", ["exact", "turboquant-mse:bits=3", "spectral:bits=3"])
+@pytest.mark.parametrize(
+    "text", ["exact", "turboquant-mse:bits=3", "spectral:bits=3", "joint-spectral"]
+)
 def test_head_dims_that_can_be_served(dim, text):
     recipes.parse(text).recipe.check(layer(k_dim=dim, v_dim=dim))
 
