@@ -10,8 +10,9 @@ ada       AdaKV (2407.11550, code read): heads of a layer compete for the best k
           `safeguard` given to each. The code does so on every prompt; here budgets are the mean
           over observations of the calibration text. No smoothing of mass along positions.
 measured  the least loss on the measured curves of all heads, by water-filling their convex hulls.
-          Best of all (measured): output error of the selector that will be used, weighted by what
-          SqueezeAttention looks at, how far a layer's attention moves the hidden state.
+          Output error of the selector that will be used is the default; weights of layers are
+          left to the caller, since those tried (how far attention moves the hidden state) gained
+          on one model and lost on another.
 """
 
 from collections.abc import Mapping
@@ -97,8 +98,8 @@ def measured(
     """Budgets of all heads of all layers of a shape that lose least in sum.
 
     `loss` is "lost" (attention mass) or "error" (relative output error), of keys chosen by
-    `selector`; `weights` says what a layer's loss counts (1): 1 - similarity, from
-    `squeeze.HiddenChange`, is a good choice. Each head keeps `safeguard` of an even share.
+    `selector`; `weights` says what a layer's loss counts (1). Each head keeps `safeguard` of an
+    even share.
     """
     if loss not in LOSSES:
         raise CalibrationError(f"loss is {loss!r}, not one of {LOSSES}")

@@ -8,9 +8,9 @@ of its KV head; times the value's norm if what counts is the output.
 
 Differences: moments come from the calibration text, not the prompt (the code offers both);
 S is kept as its first directions; and the two terms and the key's norm get weights, fitted to true
-log attention on calibration text by `Weigher` in a second pass. Measured: taken at its
-word the covariance's term does harm where queries are no Gaussian (heads of SmolLM2), weighted it
-does not.
+log attention on calibration text by `Weigher` in a second pass. Measured: taken at its word the
+covariance's term misleads single heads (the worst of SmolLM2-135M ranks at 0.15, by the mean alone
+at 0.52); weighted it does not there, and on average it is within 0.01 of the mean alone or better.
 """
 
 from collections.abc import Mapping, Sequence

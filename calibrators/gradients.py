@@ -15,6 +15,7 @@ import numpy as np
 
 from velox_pack.calibrators.hooks import watch_attention
 from velox_pack.calibrators.kept import Kept
+from velox_pack.calibrators.memory import give_back
 from velox_pack.calibrators.probed_rope import keys_before
 from velox_pack.calibrators.sensitivity import _head_gradient, _is_activation, noisy_behind
 from velox_pack.calibrators.stream import StreamingForward, drop, sequence_of
@@ -135,6 +136,7 @@ def _through(
             found = (np.array(a[0]) for a in (outputs[1], outputs[2], at_keys, gradients[2]))
             hook(Gradients(index, b, *found))
     drop(layer)
+    give_back()
     result = mx.concatenate(rows)
     if not mx.isfinite(result).all().item():
         raise CalibrationError(f"layer {index}: the gradient at its input is not finite")

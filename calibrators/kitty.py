@@ -9,9 +9,9 @@ Here order and bits come from the calibration text, and so do mean and deviation
 levels of a Gaussian stand at fixed places, and neither ranges (half a bit of each number) nor the
 choice of channels are stored. Sensitivity is a channel's variance, times the power of the queries
 that meet it if given. "water" gives every bit where it gains most; "boost" is the paper's two
-steps. Measured: with ranges found at run time the boost is worth no more than its bytes spent on
-all channels alike (at 2.75 and 3 bits, SmolLM2 and others, variance or magnitude, fixed or
-dynamic); with fixed levels it is, and water-filling is better still.
+steps. Measured: with ranges found at run time the boost is worth 0.75 to 0.9 of its bytes spent on
+all channels alike (at 2.75 and 3 bits); with fixed levels 2 bits of water-filled keys have less
+than half the error of 2.5 bits of plain rounding. Values want a scale of each token: rotate them.
 """
 
 from collections.abc import Mapping

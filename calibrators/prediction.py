@@ -4,12 +4,15 @@ What sharing codes between layers (XQuant) is after, in the right basis: the res
 little from layer to layer, so a layer's keys and values are mostly a linear function of those of
 the layer before (keys and values together), and values of the keys of their own layer. The maps are
 read in order, a layer after the other, from what was DECODED, so errors do not add up: a layer's
-rest holds the errors of its sources too. Measured on SmolLM2-135M at 2 bits: a rest of a quarter
-of the variance, and a quarter of the error of the same code without prediction.
+rest holds the errors of its sources too. Measured on SmolLM2-135M at 2 bits: a rest of 0.15 to 0.2
+of the variance, a quarter of the squared error of the same code without prediction, and a ninth of
+its KL divergence (0.0057 nats at 2.125 bits, where that of plain rounding is 0.011 at 3.5 bits).
+The maps, in 8 bits, are 5.7 MB there: another 0.24 bits if 8 sequences of 2,048 tokens share them.
 
-The rest is rotated and coded by the Lloyd-Max levels of a Gaussian with an 8-bit code of the scale
-(TurboQuant's MSE code). Keys stand before RoPE. `span` layers make a chain (0: all layers): the
-first of a chain has no layer before, and its values are predicted from its keys alone.
+The rest is coded by `rotated_code`. Keys stand before RoPE. `span` layers make a chain (0: all
+layers): the first of a chain has no layer before, and its values are predicted from its keys alone
+(measured: pairs of layers, span 2, keep a third of the gain; weights for a layer before are stored
+as zeros where there is none).
 """
 
 from collections.abc import Mapping, Sequence

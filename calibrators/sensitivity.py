@@ -36,6 +36,7 @@ from velox_pack.calibrators.hooks import (
     watch_attention,
 )
 from velox_pack.calibrators.kept import Kept
+from velox_pack.calibrators.memory import give_back
 from velox_pack.calibrators.outside import read_in_native_dtype
 from velox_pack.calibrators.probed_rope import keys_before
 from velox_pack.calibrators.stream import StreamingForward, drop, sequence_of
@@ -255,6 +256,7 @@ def _through_layer(
                 more = _weighted(np.array(x_[0]), np.array(g_[0]), mean, skip_first)
                 sums[part] = (sums[part][0] + more[0], sums[part][1] + more[1])
     drop(layer)
+    give_back()
     result = mx.concatenate(rows)
     if not mx.isfinite(result).all().item():
         raise CalibrationError(f"layer {index}: the gradient at its input is not finite")

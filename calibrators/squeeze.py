@@ -6,6 +6,9 @@ adding the attention's output). Layers are put into three groups by it; the grou
 similarity is cut to `p` of its budget, which the other layers share. The grouping and the
 reallocation follow descriptions of the paper's algorithm, not its text; k-means in one dimension
 is solved exactly here, so it needs no seed.
+
+Measured, it is no safe choice: where a few layers stand apart (3 of 30 in SmolLM2-135M) all others
+are the group that is cut, and it does worse than uniform budgets.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -25,6 +25,7 @@ from velox_pack.calibrators.hooks import (
     watch_attention,
 )
 from velox_pack.calibrators.linear_inputs import LayerInputs, OnLinear
+from velox_pack.calibrators.memory import give_back
 from velox_pack.calibrators.outside import as_float32, read_in_native_dtype
 from velox_pack.calibrators.probed_rope import RopeSpec, keys_before
 from velox_pack.calibrators.trace import trace
@@ -218,7 +219,7 @@ class StreamingForward:
         if inputs is not None and on_linear is not None:
             inputs.hand_out(on_linear)
         drop(self.layers[index])
-        mx.clear_cache()  # buffers of this layer's sizes may fit no other's
+        give_back()
         return joined
 
     def _captured(self, index: int, sequence: int, call: AttentionCall) -> Captured:

@@ -12,6 +12,14 @@ from velox_pack.manifests.errors import BundleError
 
 MADE = make_artifacts()
 BY_KIND = {artifact.kind: artifact for artifact in MADE.values()}
+# Tested the same way in test_artifacts_attention, _channels, _scalar, _sharing and _vector.
+ELSEWHERE = {
+    "attention-filter", "budgets", "expected-attention", "filter-report",
+    "gear", "kitty", "outliers", "sinks",
+    "joint-spectral", "lowrank", "nuq",
+    "correction", "minicache", "prediction", "xquant",
+    "commvq", "rabitq", "vecinfer",
+}  # fmt: skip
 
 
 def opened(artifact: Artifact) -> Artifact:
@@ -19,11 +27,12 @@ def opened(artifact: Artifact) -> Artifact:
     return type(artifact).from_tensors(artifact.parameters(), artifact.layers, tensors)
 
 
-def test_every_kind_is_covered_here() -> None:
-    assert set(BY_KIND) == set(KINDS)
+def test_every_kind_is_covered() -> None:
+    assert set(BY_KIND) | ELSEWHERE == set(KINDS)
+    assert not set(BY_KIND) & ELSEWHERE
 
 
-@pytest.mark.parametrize("kind", sorted(KINDS))
+@pytest.mark.parametrize("kind", sorted(BY_KIND))
 def test_round_trip_is_exact(kind: str) -> None:
     fitted = BY_KIND[kind]
     again = opened(fitted)
@@ -36,7 +45,7 @@ def test_round_trip_is_exact(kind: str) -> None:
         assert array.tobytes() == after[role].tobytes()
 
 
-@pytest.mark.parametrize("kind", sorted(KINDS))
+@pytest.mark.parametrize("kind", sorted(BY_KIND))
 def test_wrong_type_shape_or_keys(kind: str) -> None:
     artifact = BY_KIND[kind]
     arrays = {role: mx.array(array) for role, array in artifact.to_tensors().items()}
