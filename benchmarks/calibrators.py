@@ -27,6 +27,7 @@ import json
 import platform
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -37,8 +38,8 @@ from common import HERE, save
 CODES = "codes"
 
 
-def measure(name: str, path: str) -> dict[str, Any]:
-    """Rows and facts of the codes of one model."""
+def measure(name: str, path: str) -> Iterator[dict[str, Any]]:
+    """Facts and rows of the codes of one model, as far as they are known."""
     import calibrators_scalar as scalar
     import calibrators_vector as vector
     from calibrators_bench import Bench
@@ -49,7 +50,22 @@ def measure(name: str, path: str) -> dict[str, Any]:
     vector.add(b)
     facts = {"layers": len(b.traces), **scalar.facts(b)}
     facts["passes"] = {what: asdict(cost) for what, cost in b.passes.items()}
-    return {"facts": facts, "rows": b.rows()}
+    for rows in b.rows():
+        yield {"facts": facts | {"rows": f"{len(rows)} of {len(b.methods)}"}, "rows": rows}
+
+
+def run(item: str) -> None:
+    """Measure the codes of one model in a process of its own; what a stopped one found is kept."""
+    command = [sys.executable, __file__, "--one", item]
+    last = ""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        for line in child.stdout:
+            last = line
+    if last:
+        merge(item.split("=")[0], json.loads(last))
+    if child.returncode:
+        raise SystemExit(f"{item}: stopped with code {child.returncode}")
 
 
 def merge(name: str | None = None, found: dict[str, Any] | None = None) -> Path:
@@ -81,7 +97,8 @@ def merge(name: str | None = None, found: dict[str, Any] | None = None) -> Path:
 def main() -> None:
     arguments = sys.argv[1:]
     if arguments[:1] == ["--one"]:
-        print(json.dumps(measure(*arguments[1].split("="))))
+        for found in measure(*arguments[1].split("=")):
+            print(json.dumps(found), flush=True)
         return
     if arguments == ["--merge"]:
         print(merge())
@@ -91,9 +108,7 @@ def main() -> None:
         parts, arguments = [arguments[1]], arguments[2:]
     for item in arguments or ["demo=demo"]:
         if CODES in parts:
-            command = [sys.executable, __file__, "--one", item]
-            out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-            merge(item.split("=")[0], json.loads(out.splitlines()[-1]))
+            run(item)
         for part in parts:
             if part != CODES:
                 subprocess.run([sys.executable, HERE / f"calibrators_{part}.py", item], check=True)

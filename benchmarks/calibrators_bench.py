@@ -3,7 +3,7 @@
 import resource
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -144,8 +144,8 @@ class Bench:
                 pair = [p and codecs.rotated(self.statistics, p, bits) for p in own]
                 self.add("rotated", part, bits + self.norm_bits(part), *pair)
 
-    def rows(self) -> list[dict[str, Any]]:
-        """Judge all methods on held-out text."""
+    def rows(self) -> Iterator[list[dict[str, Any]]]:
+        """Judge all methods on held-out text; after each one, all rows that there are."""
         model = self.source.skeleton()
         model.load_weights(list(self.source.weights().items()), strict=True)
         model.set_dtype(mx.float32)
@@ -163,7 +163,7 @@ class Bench:
                 score.add(reference, self._logits(model, ids, plans), ids)
             rows.append(self._row(method, score.result()))
             print(rows[-1], file=sys.stderr, flush=True)
-        return compared(rows, {m.calibration: m.against for m in self.methods if m.against})
+            yield compared(rows, {m.calibration: m.against for m in self.methods if m.against})
 
     def _row(self, method: Method, found: dict[str, float]) -> dict[str, Any]:
         bits = method.bits() if callable(method.bits) else method.bits

@@ -52,6 +52,13 @@ Through = Callable[[int, Array], Array]  # vectors [H, N, D] of a layer through 
 PARTS = ("keys", "values")
 AXES = {"keys": "channel", "values": "token"}
 FREE = Cost(0.0, 0)
+WITH_SINKS = (
+    "kivi 2",
+    "kivi 3",
+    "rotated 3",
+    "kitty water 2 keys, rotated values",
+    "kitty water 3 keys, rotated values",
+)
 
 
 def plain(x: Array, bits: int, axis: str) -> Array:
@@ -182,15 +189,19 @@ class Support:
         self.called: dict[int, Array] = {}
         share = float(np.mean([a.protected[n] for a, n in rows_of(found).values()]))
 
-        def kept(part: str, bits: int, layer: int, x: Array) -> Array:
-            mask = self.called[layer][None, : x.shape[1], None]
-            return np.where(mask, x, plain(x, bits, AXES[part]))
+        def exact_for(through: Through) -> Through:
+            def kept(layer: int, x: Array) -> Array:
+                mask = self.called[layer][None, : x.shape[1], None]
+                return np.where(mask, x, through(layer, x))
 
-        for bits in (2, 3):
-            by_part = {p: (lambda i, x, p=p, bits=bits: kept(p, bits, i, x)) for p in PARTS}
-            at = bits_per_element(bits) * (1 - share) + 16 * share
-            name = f"kivi {bits}, sinks exact"
-            self.codes.append((name, at, False, by_part, size_of(found), FREE))
+            return kept
+
+        for name, bits, before, by_part, stored, cost in list(self.codes):
+            if name in WITH_SINKS:
+                kept = {p: exact_for(t) for p, t in by_part.items()}
+                at = bits * (1 - share) + 16 * share
+                row = (f"{name}, sinks exact", at, before, kept, stored + size_of(found), cost)
+                self.codes.append(row)
         lines = self.partial.read_text().splitlines() if self.partial.exists() else []
         known = {row["calibration"]: row for row in map(json.loads, lines)}
         rows = []

@@ -10,8 +10,8 @@ their attention, and `TIMES` the layer's median (measured with the true queries,
 five statistics (short or long keys, short or long values, none) the one that finds most sinks with
 at most `TOLERATED` of the others is kept with its threshold. The medians of each head make lengths
 comparable. Lengths are the same before and after RoPE. Measured: sinks are short, not long (key a
-half of the median, value a tenth to a third), in SmolLM2's layers 3 to 10 they hold 60 to 70 % of
-all attention beyond the first four tokens, and 97 to 100 % of them are found.
+half of the median, value a tenth to a third), in SmolLM2's layers 3 to 10 they hold 30 to 49 % of
+all attention, and 97 to 100 % of them are found by 1.5 % of the tokens.
 """
 
 from collections.abc import Mapping, Sequence
