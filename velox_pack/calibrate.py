@@ -7,6 +7,7 @@ from velox_pack.caches.needs import Need
 from velox_pack.fits import FITS
 from velox_pack.job import Job
 from velox_pack.manifests.artifacts import Artifact, Codebook, Rope, Rotation
+from velox_pack.manifests.errors import CalibrationError
 from velox_pack.reuse import fingerprint
 from velox_pack.seen import Seen
 
@@ -55,7 +56,13 @@ def calibrate(job: Job, hashes: dict[str, str], report: Report) -> Calibrated:
 
 
 def _fit(seen: Seen, need: Need) -> Iterable[Artifact]:
-    return FITS[need.name].make(seen, dict(need.options))
+    try:
+        return tuple(FITS[need.name].make(seen, dict(need.options)))
+    except ValueError as error:  # a text too short, or one that says always the same
+        raise CalibrationError(
+            f"{need.name} cannot be fitted: {' '.join(str(error).split())[:200]}; calibrate on more "
+            "tokens, or on a text that is more varied"
+        ) from error
 
 
 def _place(

@@ -95,3 +95,15 @@ def test_a_sample_too_small_for_a_codebook(tiny_model, tmp_path: Path) -> None:
     with pytest.raises(CalibrationError, match="more tokens"):
         convert(tiny_model("llama"), tmp_path / "b", caches=["vecinfer"], calibration_tokens=64)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("recipe", ["ratequant+spectral", "ratequant+joint-spectral"])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_text_that_says_always_the_same(tmp_path: Path, recipe: str) -> None:
+    """Keys without variance: no curve can be fitted to errors of 0."""
+    text = tmp_path / "same.txt"
+    text.write_text("a" * 20_000)
+    options = {"caches": [recipe], "calibration": text, "calibration_tokens": 512}
+    with pytest.raises(CalibrationError, match=r"^widths cannot be fitted: .*more varied$"):
+        convert("demo", tmp_path / "b", weights="keep", **options)
+    assert not (tmp_path / "b").exists()
