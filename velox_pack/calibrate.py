@@ -59,9 +59,10 @@ def _fit(seen: Seen, need: Need) -> Iterable[Artifact]:
     try:
         return tuple(FITS[need.name].make(seen, dict(need.options)))
     except ValueError as error:  # a text too short, or one that says always the same
+        why = " ".join(str(error).split())[:200]
         raise CalibrationError(
-            f"{need.name} cannot be fitted: {' '.join(str(error).split())[:200]}; calibrate on more "
-            "tokens, or on a text that is more varied"
+            f"{need.name} cannot be fitted: {why}; calibrate on more tokens, "
+            "with a smaller window, or on a text that is more varied"
         ) from error
 
 

@@ -80,6 +80,7 @@ def test_needs_have_ids_that_bundles_allow() -> None:
         ("commvq:keys=9", "commvq: keys=9 is not from 0.25 to 4"),
         ("rabitq:centroids=3", "rabitq: centroids=3 is not one of 1, 2, 4"),
         ("kvquant:outliers=0.5", "kvquant: outliers=0.5 is not from 0 to 0.1"),
+        ("palu:window=999999999999", "window is above 1048576 tokens"),
         ("palu:ratio=0.25,bits=4", "bits=4 do not fit into 0.25 of the latents"),
         ("svdq:bits=nan", "svdq: bits=nan is not from 0.5 to 8"),
         ("turboquant-mse:levels=laplace", "levels=laplace is neither gaussian nor rotated-unit"),

@@ -88,6 +88,7 @@ RECIPES: dict[str, type[Any]] = {
     "kivi-sink": KiviSinkRecipe,
 }
 RATEQUANT = "ratequant"
+LONGEST = 1 << 20  # tokens kept exactly
 ABOUT_RATEQUANT = "spread the bits of another recipe over layers, keys and values by sensitivity"
 
 
@@ -151,6 +152,9 @@ def parse(text: str) -> Plan:
     if len(policies) > 1:
         raise RecipeError(f"recipe {text!r}: give at most one of {', '.join(POLICIES)}")
     name, recipe = codecs[0]
+    for option in ("sinks", "window", "flush"):
+        if getattr(recipe, option) > LONGEST:
+            raise RecipeError(f"recipe {text!r}: {option} is above {LONGEST} tokens")
     if ratequant and recipe.bits_of() is None:
         raise RecipeError(f"recipe {text!r}: {name} has no bits that ratequant could spread")
     return Plan(name, recipe, ratequant, *(policies[0] if policies else ()))
