@@ -14,7 +14,9 @@ the benchmark.
 
 `correct` is what gains: the error cannot be seen in the error, but it can be told in part from the
 decoded numbers, since channels and heads depend on each other. The best linear estimate of x from
-its decoded self costs no byte of a token: at 2 bits it leaves 0.6 of the error, at 3 bits 0.85.
+its decoded self costs no byte of a token: at 2 bits it leaves 0.6 of the error, at 3 bits 0.85. In
+KL at equal bits that is 1.7 times better than KIVI's rounding by MLX on SmolLM2-135M, and no better
+at 2 bits on the two smaller models, where the offsets that MLX chooses are worth as much.
 """
 
 from collections.abc import Mapping

@@ -14,7 +14,11 @@ import mlx.nn as nn
 
 from velox_pack.calibrators.hooks import LayerCall, replaced_calls
 
-_BLOCK = 1 << 22  # elements of a table cast to float32 at a time: 16 MiB
+_LARGE = 1 << 22  # elements of a matrix that stays in its own dtype: 16 MiB in float32
+# Elements of a table cast to float32 at a time, 4 MiB. On the CPU some thirty casts are in memory
+# at once, because MLX allocates ahead of the products that use them (measured; larger ones are no
+# faster).
+_BLOCK = 1 << 20
 # OpenBLAS sums the edges of a product that are no whole tiles in another order, and where threads
 # meet there are edges: with whole tiles the bytes do not depend on the number of threads.
 _TILE = 32
@@ -24,7 +28,7 @@ def as_float32(array: mx.array, *, tables: bool = True) -> mx.array:
     """Floating-point arrays as float32, lazily; with `tables` False large matrices stay as is."""
     if not mx.issubdtype(array.dtype, mx.floating):
         return array
-    if not tables and array.ndim == 2 and array.size > _BLOCK:
+    if not tables and array.ndim == 2 and array.size > _LARGE:
         return array
     return array.astype(mx.float32)
 

@@ -206,6 +206,7 @@ def _head_gradient(
                 mx.eval(part)
                 parts.append(part)
             rows.append(mx.concatenate(parts, axis=1))
+    give_back()
     return mx.concatenate(rows)
 
 

@@ -11,10 +11,11 @@ What is calibrated: the relaxation (that of least error on the sample), where to
 rounding at the same bytes. Offset and step of the borrower are the least squares ones, which the
 authors' are not: codes that do not fit then cost no more than having no codes.
 
-Measured, codes of neighbours hardly agree (correlation 0.1 to 0.2 before RoPE, 0.3 after, which is
-what RoPE's rotation has in common): layers hold their channels in bases of their own. No pair of
-the trained models at hand is worth sharing; `prediction` maps one basis into the other and is. The
-relaxed rounding is worth having by itself.
+Measured, codes of neighbours hardly agree (correlation 0.17 for keys, 0.10 for values; of 64 random
+numbers it is 0.10): layers hold their channels in bases of their own. Of all pairs of the trained
+models at hand one or two are worth sharing; `prediction` maps one basis into the other and is. The
+relaxed rounding is worth having by itself at 1 bit (a sixth of the error); at 2 bits it is as good
+as MLX's rounding, which keeps 0 exact.
 """
 
 from collections.abc import Mapping
