@@ -13,12 +13,12 @@ from velox_pack.calibrators import (
     attention_mass,
     expected_attention,
     qfilters,
-    sensitivity,
     squeeze,
 )
 from velox_pack.calibrators.attention_mass import Heads, blocks, heads_of, losses
 from velox_pack.calibrators.capture import LayerStatistics, capture
 from velox_pack.calibrators.filter_report import FOLLOWED, first_direction, spearman
+from velox_pack.calibrators.head import head
 from velox_pack.calibrators.hooks import AttentionCall
 from velox_pack.calibrators.stream import Captured, StreamingForward
 from velox_pack.calibrators.text import load_text, sequences
@@ -301,7 +301,7 @@ class Evicted:
     def _log(self, hidden: mx.array, b: int) -> mx.array:
         """Log probabilities of the positions that are judged."""
         late = self.tokens[b : b + 1, self.at :]
-        logits = sensitivity.head(self.streaming, late, hidden[:, self.at :])
+        logits = head(self.streaming, late, hidden[:, self.at :])
         return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 
 

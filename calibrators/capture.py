@@ -80,7 +80,7 @@ class LayerStatistics:
         return self.keys_before, self.sample_keys_before
 
 
-class _Sums:
+class MomentSums:
     """Moments under construction."""
 
     def __init__(self) -> None:
@@ -98,6 +98,7 @@ class _Sums:
         self.largest = np.maximum(self.largest, np.abs(wide).max(axis=1))
 
     def done(self) -> Moments:
+        """The moments of all vectors so far."""
         return Moments(
             self.count, np.asarray(self.total), np.asarray(self.second), np.asarray(self.largest)
         )
@@ -108,7 +109,7 @@ class _Collector:
 
     def __init__(self, trace: LayerTrace, skip_first: int, positions: Array) -> None:
         self.trace, self.skip_first, self.positions = trace, skip_first, positions
-        self.sums = {name: _Sums() for name in ("queries", "keys", "before", "values")}
+        self.sums = {name: MomentSums() for name in ("queries", "keys", "before", "values")}
         self.samples: dict[str, list[Array]] = {"keys": [], "before": [], "values": []}
 
     def add(self, captured: Captured) -> None:

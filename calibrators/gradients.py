@@ -13,11 +13,11 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from velox_pack.calibrators.hooks import watch_attention
+from velox_pack.calibrators.head import head_gradient
+from velox_pack.calibrators.hooks import AttentionCall, Instead, watch_attention
 from velox_pack.calibrators.kept import Kept
 from velox_pack.calibrators.memory import give_back
 from velox_pack.calibrators.probed_rope import keys_before
-from velox_pack.calibrators.sensitivity import _head_gradient, _is_activation, noisy_behind
 from velox_pack.calibrators.stream import StreamingForward, drop, sequence_of
 from velox_pack.calibrators.trace import LayerTrace
 from velox_pack.kernels.rope import rope_angles, undo_rope
@@ -79,13 +79,13 @@ def backward(
         hidden = streaming.run(tokens, on_input=keep)
         streaming.require_single()
         mx.eval(hidden)
-        gradient = _head_gradient(streaming, tokens, hidden, seed)
+        gradient = head_gradient(streaming, tokens, hidden, seed)
         del hidden
         covered = {t.index: t for t in traces if t.covered}
         for index in range(len(streaming.layers) - 1, -1, -1):
-            given, (args, kwargs) = inputs.pop(), arguments.pop()
+            trace, given = covered.get(index), arguments.pop()
             gradient = _through(
-                streaming, index, covered.get(index), given, args, kwargs, gradient, hook, window
+                streaming, index, trace, inputs.pop(), *given, gradient, hook, window
             )
 
 
@@ -129,18 +129,59 @@ def _through(
             mx.eval(outputs, gradients)
             watch.replace = None
             rows.append(gradients[0])
-            at_keys = gradients[1]
-            if trace.rope is not None:
-                cos, sin = rope_angles(mx.array(trace.rope.inv_freq), mx.arange(n))
-                at_keys = undo_rope(at_keys, cos, sin, trace.rope.traditional)
-            found = (np.array(a[0]) for a in (outputs[1], outputs[2], at_keys, gradients[2]))
-            hook(Gradients(index, b, *found))
+            at = (_before_rope(gradients[1], trace), gradients[2])
+            # Not copied, and gone (unless the hook keeps them) before the next sequence's come.
+            hook(Gradients(index, b, *(np.asarray(a[0]) for a in (*outputs[1:], *at))))
+            del outputs, gradients, at
     drop(layer)
     give_back()
     result = mx.concatenate(rows)
     if not mx.isfinite(result).all().item():
         raise CalibrationError(f"layer {index}: the gradient at its input is not finite")
     return result
+
+
+def _is_activation(value: Any, shape: tuple[int, ...]) -> bool:
+    return (
+        isinstance(value, mx.array)
+        and mx.issubdtype(value.dtype, mx.floating)
+        and value.ndim >= 3
+        and value.shape[:2] == shape[:2]
+    )
+
+
+def noisy_behind(call: AttentionCall, dk: mx.array, dv: mx.array, window: int) -> Instead:
+    """Keys and values, noisy for queries at least `window` tokens later and exact for others.
+
+    Both kinds stand side by side, [exact | noisy], and the mask lets each query see each token in
+    one of the two forms.
+    """
+    keys, values = call.keys + dk, call.values + dv
+    if window <= 0:
+        return keys, values
+    rows, columns = call.queries.shape[2], call.keys.shape[2]
+    behind = mx.arange(columns - rows, columns)[:, None] - mx.arange(columns)[None]
+    mask = call.mask
+    if mask is None or isinstance(mask, str):
+        mask = behind >= 0 if mask else mx.ones((rows, columns), mx.bool_)
+    far = behind >= window
+    if mask.dtype == mx.bool_:
+        halves = [mask & ~far, mask & far]
+    else:
+        halves = [mx.where(far, -mx.inf, mask), mx.where(far, mask, -mx.inf)]
+    return (
+        mx.concatenate([call.keys, keys], axis=2),
+        mx.concatenate([call.values, values], axis=2),
+        mx.concatenate(halves, axis=-1).astype(mask.dtype),
+    )
+
+
+def _before_rope(gradient: mx.array, trace: LayerTrace) -> mx.array:
+    """Gradient at keys [1, H, N, D] as they were before RoPE, where that can be undone."""
+    if trace.rope is None:
+        return gradient
+    tables = rope_angles(mx.array(trace.rope.inv_freq), mx.arange(gradient.shape[2]))
+    return undo_rope(gradient, *tables, trace.rope.traditional)
 
 
 def fisher(

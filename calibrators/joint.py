@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from velox_pack.calibrators.capture import Moments, _Sums
+from velox_pack.calibrators.capture import Moments, MomentSums
 from velox_pack.calibrators.stream import Captured, StreamingForward
 from velox_pack.calibrators.trace import LayerTrace, refuse_if_uncovered
 from velox_pack.manifests.errors import CalibrationError
@@ -67,7 +67,7 @@ class Collector:
                     f"are no groups of {heads}"
                 )
         self.skip_first, self.sample = skip_first, sample
-        self._sums: dict[tuple[int, str], _Sums] = {}
+        self._sums: dict[tuple[int, str], MomentSums] = {}
         self._origin: dict[tuple[int, str], Array] = {}
         self._directions: dict[tuple[int, str], Array] = {}
         self._samples: dict[tuple[int, str], list[Array]] = {}
@@ -84,7 +84,7 @@ class Collector:
             place = (captured.layer, part)
             x = grouped(np.array(array)[:, self.skip_first :], self.groups[place])
             if place not in self._sums:
-                self._sums[place], self._samples[place] = _Sums(), []
+                self._sums[place], self._samples[place] = MomentSums(), []
                 self._origin[place] = x.astype(np.float64).mean(axis=1, keepdims=True)
                 self._directions[place] = np.zeros((len(x), x.shape[2], x.shape[2]))
             self._sums[place].add(x)

@@ -19,7 +19,9 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
+from threadpoolctl import threadpool_limits
 
+from velox_pack.calibrators.attention_mass import blocks
 from velox_pack.calibrators.stream import Captured, StreamingForward
 from velox_pack.calibrators.trace import LayerTrace, refuse_if_uncovered
 from velox_pack.manifests.artifacts_channels import STATISTICS, Sinks
@@ -32,7 +34,7 @@ TIMES = 20.0
 TOLERATED = 0.01
 ENOUGH = 0.5  # a statistic that finds fewer sinks than this is not used
 FOLLOWED = 32  # tokens with fewer later queries are not judged
-_BLOCK = 256
+_BLOCK = 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,35 +82,17 @@ class Masses:
 def attention_received(captured: Captured) -> tuple[Array, Array]:
     """Attention that each token gets, summed over queries and averaged over heads, float64 [N].
 
-    And the number of queries that see it, int64 [N]. A block of queries at a time. Attention sinks
-    that a model has as parameters are not counted.
+    And the number of queries that see it, int64 [N], in the first head. A block of queries at a
+    time. Attention sinks that a model has as parameters are not counted.
     """
-    queries, keys = captured.queries, captured.keys
-    heads, count = keys.shape[0], keys.shape[1]
-    grouped = queries.reshape(heads, -1, count, queries.shape[-1])
+    count = captured.keys.shape[1]
     total, seen = np.zeros(count), np.zeros(count, np.int64)
-    for start in range(0, count, _BLOCK):
-        stop = min(count, start + _BLOCK)
-        mask = _mask(captured.mask, start, stop, count)
-        scores = grouped[:, :, start:stop] * captured.scale @ keys[:, None].swapaxes(-1, -2)
-        weights = mx.softmax(scores + mask, axis=-1).mean(axis=(0, 1)).sum(axis=0)
-        total += np.array(weights).astype(np.float64)
-        visible = np.broadcast_to(
-            np.array(mask) > np.finfo(np.float32).min / 2, (stop - start, count)
-        )
-        seen += visible.sum(axis=0)
+    with threadpool_limits(1):
+        for _, weights, visible in blocks(captured, _BLOCK):
+            stop = weights.shape[-1]
+            total[:stop] += weights.mean(axis=(0, 1)).sum(axis=0, dtype=np.float64)
+            seen[:stop] += visible.reshape(-1, *visible.shape[-2:])[0].sum(axis=0)
     return total, seen
-
-
-def _mask(mask: mx.array | str | None, start: int, stop: int, count: int) -> mx.array:
-    """Rows of the model's mask, additive float32 [rows, N]."""
-    if mask is None or isinstance(mask, str):
-        mask = mx.arange(start, stop)[:, None] >= mx.arange(count)[None]
-    else:
-        mask = mask.reshape(-1, *mask.shape[-2:])[0][start:stop]
-    if mask.dtype == mx.bool_:
-        mask = mx.where(mask, 0.0, -mx.inf)
-    return mask.astype(mx.float32)
 
 
 def collect(

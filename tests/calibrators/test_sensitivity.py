@@ -9,6 +9,7 @@ from scipy.stats import spearmanr
 
 from velox_pack.calibrators import gradients, sensitivity
 from velox_pack.calibrators.capture import capture
+from velox_pack.calibrators.head import head
 from velox_pack.calibrators.hooks import AttentionCall
 from velox_pack.calibrators.stream import StreamingForward
 from velox_pack.calibrators.trace import trace
@@ -83,7 +84,7 @@ def test_predicts_the_cost_of_shrinking_on_the_demo_model(demo: Any) -> None:
 
 def _log_probabilities(streaming: StreamingForward, tokens: np.ndarray, replace: Any) -> mx.array:
     hidden = streaming.run(tokens, replace=replace)
-    logits = sensitivity.head(streaming, tokens, hidden)
+    logits = head(streaming, tokens, hidden)
     return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
+from velox_pack.calibrators.head import head
 from velox_pack.calibrators.outside import product
-from velox_pack.calibrators.sensitivity import head
 from velox_pack.calibrators.stream import Captured, StreamingForward
 from velox_pack.manifests.errors import CalibrationError
 from velox_pack.source import resolve
