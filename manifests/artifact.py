@@ -19,6 +19,7 @@ from .errors import BundleError
 
 Array = Any  # np.ndarray when fitted, mx.array when opened; a union would need a cast at each use
 A = TypeVar("A", bound="Artifact")
+PARTS = ("keys", "values")
 
 
 class HasForm(Protocol):
@@ -103,7 +104,8 @@ class Artifact:
             cls.check_keys(parameters, tensors)
             return cls._build(parameters, layers, tensors)
         except (ValueError, TypeError) as error:
-            raise BundleError(f"artifact of kind {cls.kind}: {error}") from None
+            message = str(error).removeprefix(f"{cls.kind}: ")
+            raise BundleError(f"artifact of kind {cls.kind}: {message}") from None
 
     @classmethod
     def _build(
@@ -118,8 +120,8 @@ class Artifact:
     def check_keys(cls, parameters: Mapping[str, Any], roles: Mapping[str, object]) -> None:
         """ValueError unless parameters and roles are exactly those of the kind."""
         known = {f.name for f in fields(cls)} - set(cls.forms) - {"layers"}
-        _same_keys(f"{cls.kind}: parameters", set(parameters), known)
-        _same_keys(f"{cls.kind}: tensors", set(roles), set(cls.forms))
+        same_keys(f"{cls.kind}: parameters", set(parameters), known)
+        same_keys(f"{cls.kind}: tensors", set(roles), set(cls.forms))
 
     @classmethod
     def check_forms(
@@ -154,7 +156,8 @@ class _ArrayForm:
         self.shape = tuple(array.shape)
 
 
-def _same_keys(what: str, found: set[str], known: set[str]) -> None:
+def same_keys(what: str, found: set[str], known: set[str]) -> None:
+    """ValueError, naming what is unknown and what is missing, unless the sets are equal."""
     if found != known:
         wrong = [f"unknown {sorted(found - known)}"] if found - known else []
         wrong += [f"missing {sorted(known - found)}"] if known - found else []
@@ -167,3 +170,10 @@ def need(kind: str, name: str, value: Any, types: type | tuple[type, ...]) -> No
     if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
         expected = " or ".join(t.__name__ for t in types)
         raise ValueError(f"{kind}: {name} is {value!r}, not {expected}")
+
+
+def check_part(kind: str, parameters: Mapping[str, Any]) -> None:
+    """ValueError unless `part` is keys or values and `before_rope` true or false."""
+    if parameters["part"] not in PARTS:
+        raise ValueError(f"{kind}: part is {parameters['part']!r}, not 'keys' or 'values'")
+    need(kind, "before_rope", parameters["before_rope"], bool)

@@ -13,12 +13,13 @@ from typing import Any, ClassVar
 import mlx.core as mx
 import numpy as np
 
-from .artifact import Array, Artifact, Form, HasForm, _same_keys, need
+from .artifact import Array, Artifact, Form, HasForm, check_part, need, same_keys
 from .artifacts_attention import AttentionFilter, Budgets, ExpectedAttention, FilterReport
 from .artifacts_channels import Gear, Kitty, Outliers, Sinks
 from .artifacts_scalar import JointSpectral, LowRank, Nuq
 from .artifacts_sharing import Correction, MiniCache, Prediction, XQuant
 from .artifacts_vector import CommVQ, RaBitQ, VecInfer
+from .rules import check_rotation, check_variance, check_widths, off_orthonormal
 
 __all__ = [
     "KINDS",
@@ -64,7 +65,7 @@ class Codebook(Artifact):
     @classmethod
     def check_keys(cls, parameters: Mapping[str, Any], roles: Mapping[str, object]) -> None:
         """As the base, but any non-empty choice of bits will do."""
-        _same_keys("codebook: parameters", set(parameters), {"distribution"})
+        same_keys("codebook: parameters", set(parameters), {"distribution"})
         unknown = sorted(set(roles) - set(cls.forms))
         if unknown or not roles:
             raise ValueError(
@@ -145,21 +146,15 @@ class Spectral(Artifact):
 
     @classmethod
     def check_parameters(cls, parameters: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
-        """`part` is keys or values."""
-        if parameters["part"] not in ("keys", "values"):
-            raise ValueError(f"spectral: part is {parameters['part']!r}, not 'keys' or 'values'")
-        need(cls.kind, "before_rope", parameters["before_rope"], bool)
+        """A part."""
+        check_part(cls.kind, parameters)
 
     def check_values(self) -> None:
         """Finite, the basis orthogonal to float16 rounding, variances descending."""
         super().check_values()
-        basis = np.asarray(self.basis).astype(np.float32)
-        gram = np.swapaxes(basis, -1, -2) @ basis
-        if np.abs(gram - np.eye(gram.shape[-1], dtype=np.float32)).max() > 0.02:
+        if off_orthonormal(self.basis) > 0.02:
             raise ValueError("spectral: basis is not orthogonal")
-        variance = np.asarray(self.variance)
-        if np.any(variance < 0) or np.any(np.diff(variance, axis=-1) > 0):
-            raise ValueError("spectral: variance is negative or not in descending order")
+        check_variance(self)
 
 
 @dataclass(frozen=True)
@@ -186,9 +181,7 @@ class Widths(Artifact):
 
     def check_values(self) -> None:
         """At most 8 bits."""
-        for role, value in self._tensors().items():
-            if np.asarray(value).max() > 8:
-                raise ValueError(f"widths: {role} holds a width above 8 bits")
+        check_widths(self, "keys", "values")
 
 
 @dataclass(frozen=True)
@@ -273,10 +266,8 @@ class Center(Artifact):
 
     @classmethod
     def check_parameters(cls, parameters: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
-        """`part` is keys or values."""
-        if parameters["part"] not in ("keys", "values"):
-            raise ValueError(f"center: part is {parameters['part']!r}, not 'keys' or 'values'")
-        need(cls.kind, "before_rope", parameters["before_rope"], bool)
+        """A part."""
+        check_part(cls.kind, parameters)
 
 
 @dataclass(frozen=True)
@@ -309,11 +300,7 @@ class Rotation(Artifact):
     def check_values(self) -> None:
         """Signs of +-1, an orthogonal mix."""
         super().check_values()
-        if np.any(np.abs(np.asarray(self.signs)) != 1):
-            raise ValueError("rotation: signs holds something else than +-1")
-        mix = np.asarray(self.mix, np.float64)
-        if np.abs(mix.T @ mix - np.eye(len(mix))).max() > 1e-4:
-            raise ValueError("rotation: mix is not orthogonal")
+        check_rotation(self)
 
 
 KINDS: dict[str, type[Artifact]] = {

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from .artifact import Array, Artifact, Form, need
+from .rules import check_count, check_shares
 
 BUDGET_METHODS = ("uniform", "pyramid", "squeeze", "ada", "measured")
 
@@ -98,9 +99,7 @@ class AttentionFilter(Artifact):
             raise ValueError(
                 f"{cls.kind}: frame is {parameters['frame']!r}, not 'moving' or 'fixed'"
             )
-        need(cls.kind, "lead", parameters["lead"], int)
-        if parameters["lead"] < 0:
-            raise ValueError(f"{cls.kind}: lead is {parameters['lead']}, below 0")
+        check_count(cls.kind, "lead", parameters["lead"])
         _check_rope(cls.kind, parameters, sizes)
 
 
@@ -142,9 +141,7 @@ class FilterReport(Artifact):
         for role in ("correlation", "correlation_norm", "correlation_keys"):
             if np.abs(np.asarray(getattr(self, role))).max() > 1.0001:
                 raise ValueError(f"{self.kind}: {role} is not within -1 and 1")
-        positive = np.asarray(self.positive)
-        if positive.min() < 0 or positive.max() > 1:
-            raise ValueError(f"{self.kind}: positive is not within 0 and 1")
+        check_shares(self, "positive")
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,17 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from .artifact import Array, Artifact, Form, need
-from .artifacts_scalar import _check_part
-from .artifacts_sharing import check_bits, check_errors, check_rounding, check_share
+from .artifact import Array, Artifact, Form, check_part, need
+from .rules import (
+    check_bits,
+    check_count,
+    check_not_negative,
+    check_positive,
+    check_rounding,
+    check_share,
+    check_shares,
+    off_orthonormal,
+)
 
 KITTY_RULES = ("boost", "water")
 STATISTICS = ("none", "short keys", "long keys", "short values", "long values")
@@ -53,7 +61,7 @@ class Kitty(Artifact):
     @classmethod
     def check_parameters(cls, parameters: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
         """A known rule, a number of bits."""
-        _check_part(cls.kind, parameters)
+        check_part(cls.kind, parameters)
         if parameters["rule"] not in KITTY_RULES:
             raise ValueError(f"kitty: rule is {parameters['rule']!r}, not one of {KITTY_RULES}")
         check_share(cls.kind, "bits", parameters["bits"], 8)
@@ -69,8 +77,8 @@ class Kitty(Artifact):
             raise ValueError("kitty: widths are above 8 bits or rise along the order")
         if np.any(widths.sum(axis=-1) != widths.sum(axis=-1).flat[0]):
             raise ValueError("kitty: heads differ in the sum of their widths")
-        check_errors(self, "sensitivity")
-        _check_positive(self, "deviation")
+        check_not_negative(self, "sensitivity")
+        check_positive(self, "deviation")
 
 
 @dataclass(frozen=True)
@@ -107,7 +115,7 @@ class Outliers(Artifact):
     @classmethod
     def check_parameters(cls, parameters: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
         """Bits of both streams; not all channels are outliers."""
-        _check_part(cls.kind, parameters)
+        check_part(cls.kind, parameters)
         need(cls.kind, "pairs", parameters["pairs"], bool)
         check_bits(cls.kind, "bits", parameters["bits"])
         check_bits(cls.kind, "outlier_bits", parameters["outlier_bits"])
@@ -122,7 +130,7 @@ class Outliers(Artifact):
             raise ValueError("outliers: channels names a channel that does not exist")
         if np.any(np.diff(channels, axis=-1) <= 0):
             raise ValueError("outliers: channels are not ascending")
-        _check_positive(self, "deviation")
+        check_positive(self, "deviation")
 
 
 @dataclass(frozen=True)
@@ -152,7 +160,7 @@ class Gear(Artifact):
     @classmethod
     def check_parameters(cls, parameters: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
         """Rounding as for XQuant; no more directions than channels."""
-        _check_part(cls.kind, parameters)
+        check_part(cls.kind, parameters)
         check_rounding(cls.kind, parameters)
         check_share(cls.kind, "outliers", parameters["outliers"], 0.5)
         if sizes["R"] > sizes["D"]:
@@ -161,11 +169,9 @@ class Gear(Artifact):
     def check_values(self) -> None:
         """Orthonormal columns."""
         super().check_values()
-        basis = np.asarray(self.basis).astype(np.float32)
-        gram = np.swapaxes(basis, -1, -2) @ basis
-        if np.abs(gram - np.eye(gram.shape[-1], dtype=np.float32)).max() > _ORTHONORMAL:
+        if off_orthonormal(self.basis) > _ORTHONORMAL:
             raise ValueError("gear: basis is not orthonormal")
-        check_errors(self, "captured")
+        check_not_negative(self, "captured")
 
 
 @dataclass(frozen=True)
@@ -207,9 +213,7 @@ class Sinks(Artifact):
     @classmethod
     def check_parameters(cls, parameters: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
         """A count and a share."""
-        need(cls.kind, "skip_first", parameters["skip_first"], int)
-        if parameters["skip_first"] < 0:
-            raise ValueError(f"sinks: skip_first is {parameters['skip_first']}, below 0")
+        check_count(cls.kind, "skip_first", parameters["skip_first"])
         check_share(cls.kind, "least", parameters["least"], 1.0)
 
     def check_values(self) -> None:
@@ -217,14 +221,5 @@ class Sinks(Artifact):
         super().check_values()
         if np.asarray(self.statistic).max() >= len(STATISTICS):
             raise ValueError(f"sinks: statistic is none of {STATISTICS}")
-        _check_positive(self, "keys", "values")
-        for role in ("mass", "recall", "false_positives", "protected"):
-            share = np.asarray(getattr(self, role))
-            if share.min() < 0 or share.max() > 1:
-                raise ValueError(f"sinks: {role} is not within 0 and 1")
-
-
-def _check_positive(artifact: Any, *roles: str) -> None:
-    for role in roles:
-        if np.asarray(getattr(artifact, role)).min() <= 0:
-            raise ValueError(f"{artifact.kind}: {role} is 0 or below")
+        check_positive(self, "keys", "values")
+        check_shares(self, "mass", "recall", "false_positives", "protected")

@@ -12,9 +12,17 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from .artifact import Array, Artifact, Form, need
+from .artifact import Array, Artifact, Form, check_part, need
+from .rules import (
+    check_axis,
+    check_count,
+    check_group,
+    check_not_negative,
+    check_share,
+    check_variance,
+    check_widths,
+)
 
-PARTS = ("keys", "values")
 METRICS = ("queries", "heads", "fisher")
 _FLOAT16_ROUNDING = 0.05  # of what should be the identity, entry by entry
 
@@ -60,21 +68,13 @@ class JointSpectral(Artifact):
     @classmethod
     def check_parameters(cls, parameters: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
         """A part, a known metric, a power of 0 to 1, whole groups of heads."""
-        _check_part(cls.kind, parameters)
+        check_part(cls.kind, parameters)
         if parameters["metric"] not in METRICS:
             raise ValueError(
                 f"{cls.kind}: metric is {parameters['metric']!r}, not one of {METRICS}"
             )
-        need(cls.kind, "power", parameters["power"], (int, float))
-        if not 0 <= parameters["power"] <= 1:
-            raise ValueError(f"{cls.kind}: power is {parameters['power']}, not 0 to 1")
-        need(cls.kind, "group", parameters["group"], int)
-        group = parameters["group"]
-        if (sizes["G"] * group, sizes["C"]) != (sizes["H"], sizes["D"] * group):
-            raise ValueError(
-                f"{cls.kind}: {sizes['G']} groups of {group} heads and {sizes['C']} coordinates "
-                f"for {sizes['H']} heads of {sizes['D']}"
-            )
+        check_share(cls.kind, "power", parameters["power"], 1)
+        check_group(cls.kind, parameters["group"], sizes)
         if sizes["E"] not in (1, sizes["D"]):
             raise ValueError(f"{cls.kind}: undo is {sizes['E']} wide, not 1 or {sizes['D']}")
 
@@ -93,8 +93,7 @@ class JointSpectral(Artifact):
         back = back.reshape(forward.shape)
         if np.abs(forward @ back - np.eye(width, dtype=np.float32)).max() > _FLOAT16_ROUNDING:
             raise ValueError(f"{self.kind}: undo does not take the basis back")
-        if np.asarray(self.variance).min() < 0:
-            raise ValueError(f"{self.kind}: variance is negative")
+        check_not_negative(self, "variance")
         cost = np.asarray(self.cost)
         if cost.min() < 0 or np.any(np.diff(cost, axis=-1) > 0):
             raise ValueError(f"{self.kind}: cost is negative or rises")
@@ -135,9 +134,8 @@ class Nuq(Artifact):
     @classmethod
     def check_parameters(cls, parameters: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
         """Bits fit the levels, the share of outliers is below a half."""
-        _check_part(cls.kind, parameters)
-        if parameters["axis"] not in ("channel", "token"):
-            raise ValueError(f"nuq: axis is {parameters['axis']!r}, not 'channel' or 'token'")
+        check_part(cls.kind, parameters)
+        check_axis(cls.kind, parameters["axis"])
         need(cls.kind, "bits", parameters["bits"], int)
         bits = parameters["bits"]
         if not 1 <= bits <= 8 or sizes["K"] != 2**bits or sizes["E"] != sizes["K"] - 1:
@@ -145,9 +143,7 @@ class Nuq(Artifact):
         need(cls.kind, "outliers", parameters["outliers"], (int, float))
         if not 0 <= parameters["outliers"] < 0.5:
             raise ValueError(f"nuq: outliers is {parameters['outliers']}, not 0 to 0.5")
-        need(cls.kind, "exact_first", parameters["exact_first"], int)
-        if parameters["exact_first"] < 0:
-            raise ValueError(f"nuq: exact_first is {parameters['exact_first']}, below 0")
+        check_count(cls.kind, "exact_first", parameters["exact_first"])
 
     def check_values(self) -> None:
         """Finite, ascending, a range for every channel."""
@@ -192,7 +188,7 @@ class LowRank(Artifact):
     @classmethod
     def check_parameters(cls, parameters: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
         """Whole heads in a group, no more latents than coordinates."""
-        _check_part(cls.kind, parameters)
+        check_part(cls.kind, parameters)
         need(cls.kind, "group", parameters["group"], int)
         if parameters["group"] < 1 or sizes["C"] % parameters["group"]:
             raise ValueError(f"lowrank: {sizes['C']} coordinates for {parameters['group']} heads")
@@ -202,22 +198,12 @@ class LowRank(Artifact):
     def check_values(self) -> None:
         """Finite, orthonormal where latents have bits, at most 8 bits, variances descending."""
         super().check_values()
-        widths = np.asarray(self.widths)
-        if widths.max() > 8:
-            raise ValueError("lowrank: widths holds a width above 8 bits")
+        check_widths(self, "widths")
         basis = np.asarray(self.basis).astype(np.float32)
         gram = np.swapaxes(basis, -1, -2) @ basis
-        used = widths > 0
+        used = np.asarray(self.widths) > 0
         wanted = np.eye(gram.shape[-1]) * used[..., None]
         wrong = np.abs(gram - wanted) * (used[..., None] & used[..., None, :])
         if wrong.max() > _FLOAT16_ROUNDING:
             raise ValueError("lowrank: basis is not orthonormal")
-        variance = np.asarray(self.variance)
-        if np.any(variance < 0) or np.any(np.diff(variance, axis=-1) > 0):
-            raise ValueError("lowrank: variance is negative or not in descending order")
-
-
-def _check_part(kind: str, parameters: Mapping[str, Any]) -> None:
-    if parameters["part"] not in PARTS:
-        raise ValueError(f"{kind}: part is {parameters['part']!r}, not 'keys' or 'values'")
-    need(kind, "before_rope", parameters["before_rope"], bool)
+        check_variance(self)

@@ -13,8 +13,16 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from .artifact import Array, Artifact, Form, need
-from .artifacts_scalar import _check_part
+from .artifact import Array, Artifact, Form, check_part
+from .rules import (
+    check_bits,
+    check_group,
+    check_not_negative,
+    check_positive,
+    check_rounding,
+    check_share,
+    off_orthonormal,
+)
 
 SOURCES = ("own", "keys", "previous keys", "previous values")
 _MAP = {
@@ -60,7 +68,7 @@ class XQuant(Artifact):
     @classmethod
     def check_parameters(cls, parameters: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
         """A part, an axis, 1 to 8 bits, a group, levels that stay in order."""
-        _check_part(cls.kind, parameters)
+        check_part(cls.kind, parameters)
         check_rounding(cls.kind, parameters)
         check_share(cls.kind, "relax", parameters["relax"], 0.5)
 
@@ -72,7 +80,7 @@ class XQuant(Artifact):
         for layer, lender in zip(self.layers, partner.tolist(), strict=True):
             if lender < -1 or lender >= layer or lender in borrowers:
                 raise ValueError(f"xquant: layer {layer} cannot take the codes of layer {lender}")
-        check_errors(self, "shared", "own", "agreement")
+        check_not_negative(self, "shared", "own", "agreement")
 
 
 @dataclass(frozen=True)
@@ -110,20 +118,21 @@ class Prediction(Artifact):
     @classmethod
     def check_parameters(cls, parameters: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
         """Known sources, whole groups."""
-        _check_part(cls.kind, parameters)
+        check_part(cls.kind, parameters)
         check_group(cls.kind, parameters["group"], sizes)
         check_bits(cls.kind, "bits", parameters["bits"])
         sources = parameters["sources"]
-        if not isinstance(sources, list) or not sources or set(sources) - set(SOURCES):
+        known = isinstance(sources, list) and all(source in SOURCES for source in sources)
+        if not known or not sources:
             raise ValueError(f"prediction: sources {sources!r} are not a list of some of {SOURCES}")
 
     def check_values(self) -> None:
         """Finite; scales positive; a layer comes after the one that it is predicted from."""
         super().check_values()
-        check_map(self)
+        check_positive(self, "inputs", "outputs")
         if np.any(np.asarray(self.previous) >= np.array(self.layers)):
             raise ValueError("prediction: previous is not a layer before")
-        check_errors(self, "left")
+        check_not_negative(self, "left")
 
 
 @dataclass(frozen=True)
@@ -159,7 +168,7 @@ class Correction(Artifact):
     @classmethod
     def check_parameters(cls, parameters: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
         """Rounding as for XQuant, whole groups."""
-        _check_part(cls.kind, parameters)
+        check_part(cls.kind, parameters)
         check_rounding(cls.kind, dict(parameters) | {"group": parameters["group_size"]})
         check_group(cls.kind, parameters["group"], sizes)
         if sizes["S"] != sizes["C"]:
@@ -168,8 +177,8 @@ class Correction(Artifact):
     def check_values(self) -> None:
         """Finite; scales positive."""
         super().check_values()
-        check_map(self)
-        check_errors(self, "plain", "corrected")
+        check_positive(self, "inputs", "outputs")
+        check_not_negative(self, "plain", "corrected")
 
 
 @dataclass(frozen=True)
@@ -210,7 +219,7 @@ class MiniCache(Artifact):
     @classmethod
     def check_parameters(cls, parameters: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
         """Shares within 0 and 1, whole groups."""
-        _check_part(cls.kind, parameters)
+        check_part(cls.kind, parameters)
         check_share(cls.kind, "t", parameters["t"], 1.0)
         check_share(cls.kind, "retained", parameters["retained"], 1.0)
         width = sizes["E"] if sizes["E"] > 1 else sizes["D"] * sizes["H"] // sizes["G"]
@@ -219,60 +228,10 @@ class MiniCache(Artifact):
     def check_values(self) -> None:
         """Orthogonal turns, pairs of neighbours."""
         super().check_values()
-        turn = np.asarray(self.turn).astype(np.float32)
-        off = np.swapaxes(turn, -1, -2) @ turn - np.eye(turn.shape[-1], dtype=np.float32)
-        if np.abs(off).max() > _ORTHOGONAL:
+        if off_orthonormal(self.turn) > _ORTHOGONAL:
             raise ValueError("minicache: turn is not orthogonal")
         if np.any(np.asarray(self.partner) >= np.array(self.layers)):
             raise ValueError("minicache: partner is not a layer before")
         if np.abs(np.asarray(self.similarity)).max() > 1 + 1e-3:
             raise ValueError("minicache: similarity is no cosine")
-        check_errors(self, "gamma", "error")
-
-
-def check_group(kind: str, group: Any, sizes: Mapping[str, int]) -> None:
-    """ValueError unless G groups of `group` heads of D make H heads and C coordinates."""
-    need(kind, "group", group, int)
-    if (sizes["G"] * group, sizes["C"]) != (sizes["H"], sizes["D"] * group):
-        raise ValueError(
-            f"{kind}: {sizes['G']} groups of {group} heads and {sizes['C']} coordinates "
-            f"for {sizes['H']} heads of {sizes['D']}"
-        )
-
-
-def check_bits(kind: str, name: str, bits: Any) -> None:
-    """ValueError unless 1 to 8."""
-    need(kind, name, bits, int)
-    if not 1 <= bits <= 8:
-        raise ValueError(f"{kind}: {name} is {bits}, not 1 to 8")
-
-
-def check_share(kind: str, name: str, value: Any, top: float) -> None:
-    """ValueError unless a number from 0 to `top`."""
-    need(kind, name, value, (int, float))
-    if not 0 <= value <= top:
-        raise ValueError(f"{kind}: {name} is {value}, not 0 to {top}")
-
-
-def check_rounding(kind: str, parameters: Mapping[str, Any]) -> None:
-    """ValueError unless axis, bits and group of affine rounding make sense."""
-    if parameters["axis"] not in ("channel", "token"):
-        raise ValueError(f"{kind}: axis is {parameters['axis']!r}, not 'channel' or 'token'")
-    check_bits(kind, "bits", parameters["bits"])
-    need(kind, "group", parameters["group"], int)
-    if parameters["group"] < 1:
-        raise ValueError(f"{kind}: groups of {parameters['group']} numbers")
-
-
-def check_map(artifact: Any) -> None:
-    """ValueError unless the scales of a linear map are positive."""
-    for role in ("inputs", "outputs"):
-        if np.asarray(getattr(artifact, role)).min() <= 0:
-            raise ValueError(f"{artifact.kind}: {role} holds a scale of 0 or below")
-
-
-def check_errors(artifact: Any, *roles: str) -> None:
-    """ValueError if a measured error is negative."""
-    for role in roles:
-        if np.asarray(getattr(artifact, role)).min() < 0:
-            raise ValueError(f"{artifact.kind}: {role} is negative")
+        check_not_negative(self, "gamma", "error")

@@ -13,7 +13,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from .artifact import Array, Artifact, Form, need
+from .artifact import Array, Artifact, Form, check_part, need
+from .rules import check_positive, check_rotation
 
 _ROTATION = {"signs": Form("I8", "R D"), "mix": Form("F32", "M M")}
 
@@ -52,9 +53,9 @@ class VecInfer(Artifact):
     @classmethod
     def check_parameters(cls, parameters: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
         """Sizes that make whole sub vectors and codes of 4 to 8 bits."""
-        _check_part(cls.kind, parameters)
+        check_part(cls.kind, parameters)
         need(cls.kind, "scaled", parameters["scaled"], bool)
-        _check_rotation(cls.kind, sizes)
+        _check_mix(cls.kind, sizes)
         if sizes["K"] not in (16, 32, 64, 128, 256):
             raise ValueError(f"vecinfer: {sizes['K']} centroids are not 16, 32, 64, 128 or 256")
         if sizes["D"] % sizes["S"] or sizes["G"] not in (1, sizes["D"] // sizes["S"]):
@@ -68,9 +69,8 @@ class VecInfer(Artifact):
     def check_values(self) -> None:
         """Finite, smoothing positive, signs of +-1."""
         super().check_values()
-        if np.asarray(self.smoothing).min() <= 0:
-            raise ValueError("vecinfer: smoothing is not positive")
-        _check_orthogonal(self.kind, self.signs, self.mix)
+        check_positive(self, "smoothing")
+        check_rotation(self)
 
 
 @dataclass(frozen=True)
@@ -117,9 +117,8 @@ class CommVQ(Artifact):
     def check_values(self) -> None:
         """Finite, weights positive and equal within each pair (else they would not commute)."""
         super().check_values()
+        check_positive(self, "weight")
         weight = np.asarray(self.weight)
-        if weight.min() <= 0:
-            raise ValueError("commvq: weight is not positive")
         first, second = rope_pairs(weight.shape[-1], self.dims, self.traditional)
         if not np.array_equal(weight[..., first], weight[..., second]):
             raise ValueError("commvq: weight differs within a pair of coordinates")
@@ -153,8 +152,8 @@ class RaBitQ(Artifact):
     @classmethod
     def check_parameters(cls, parameters: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
         """A number of centroids whose index fills whole bits."""
-        _check_part(cls.kind, parameters)
-        _check_rotation(cls.kind, sizes)
+        check_part(cls.kind, parameters)
+        _check_mix(cls.kind, sizes)
         count = sizes["C"]
         if count > 256 or count & (count - 1):
             raise ValueError(f"rabitq: {count} centroids are not a power of two up to 256")
@@ -162,7 +161,7 @@ class RaBitQ(Artifact):
     def check_values(self) -> None:
         """Finite, signs of +-1."""
         super().check_values()
-        _check_orthogonal(self.kind, self.signs, self.mix)
+        check_rotation(self)
 
 
 def rope_pairs(width: int, dims: int, traditional: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -176,20 +175,6 @@ def rope_pairs(width: int, dims: int, traditional: bool) -> tuple[np.ndarray, np
     return np.concatenate([first, low]), np.concatenate([second, high])
 
 
-def _check_part(kind: str, parameters: Mapping[str, Any]) -> None:
-    if parameters["part"] not in ("keys", "values"):
-        raise ValueError(f"{kind}: part is {parameters['part']!r}, not 'keys' or 'values'")
-    need(kind, "before_rope", parameters["before_rope"], bool)
-
-
-def _check_rotation(kind: str, sizes: Mapping[str, int]) -> None:
+def _check_mix(kind: str, sizes: Mapping[str, int]) -> None:
     if sizes["D"] % sizes["M"]:
         raise ValueError(f"{kind}: a mix of {sizes['M']} does not divide rows of {sizes['D']}")
-
-
-def _check_orthogonal(kind: str, signs: Array, mix: Array) -> None:
-    if np.any(np.abs(np.asarray(signs)) != 1):
-        raise ValueError(f"{kind}: signs holds something else than +-1")
-    mixed = np.asarray(mix, np.float64)
-    if np.abs(mixed.T @ mixed - np.eye(len(mixed))).max() > 1e-4:
-        raise ValueError(f"{kind}: mix is not orthogonal")

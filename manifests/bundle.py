@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -54,8 +55,9 @@ class Bundle:
     def weights(self) -> dict[str, mx.array]:
         """All stored parameters by name, lazy; {} for an overlay."""
         arrays: dict[str, mx.array] = {}
-        for path in self.weight_files:
-            arrays.update(read_arrays(path))
+        with _full_paths(self.path):
+            for path in self.weight_files:
+                arrays.update(read_arrays(path))
         return arrays
 
     @cached_property
@@ -64,11 +66,8 @@ class Bundle:
 
     def artifact_record(self, artifact_id: str) -> ArtifactRecord:
         """The manifest's entry of an artifact; BundleError if there is none."""
-        for record in self.manifest.artifacts:
-            if record.id == artifact_id:
-                return record
-        known = ", ".join(record.id for record in self.manifest.artifacts) or "none"
-        raise BundleError(f"the bundle has no artifact {artifact_id!r}; it has: {known}")
+        with _full_paths(self.path):
+            return self._record(artifact_id)
 
     def artifact(self, artifact_id: str) -> Artifact:
         """An artifact by id, its tensors lazy MLX arrays; the same object each time.
@@ -76,22 +75,14 @@ class Bundle:
         Raises BundleError if it is absent or of a kind that this velox-pack does not know.
         """
         if artifact_id not in self._opened:
-            record = self.artifact_record(artifact_id)
-            kind = KINDS.get(record.kind)
-            if kind is None or record.kind_version > kind.kind_version:
-                raise BundleError(
-                    f"artifact {artifact_id!r} is of kind {record.kind} {record.kind_version}, "
-                    "which this velox-pack does not read; upgrade velox-pack"
-                )
-            self._opened[artifact_id] = kind.from_tensors(
-                record.parameters, tuple(record.layers), self.tensors(artifact_id)
-            )
+            with _full_paths(self.path):
+                self._opened[artifact_id] = self._open(self._record(artifact_id))
         return self._opened[artifact_id]
 
     def tensors(self, artifact_id: str) -> dict[str, mx.array]:
         """Role -> lazy array of an artifact, as stored."""
-        record = self.artifact_record(artifact_id)
-        return {role: self._tensor(name) for role, name in record.tensors.items()}
+        with _full_paths(self.path):
+            return self._arrays(self._record(artifact_id).tensors)
 
     def cache_plan(self, name: str | None = None) -> CachePlan:
         """A cache plan by name, or the default one; RecipeError, listing the names, if absent."""
@@ -110,24 +101,66 @@ class Bundle:
 
     def rotation(self, rotation_id: str) -> dict[str, mx.array]:
         """Role (signs, mix, ...) -> lazy array of a rotation of packed weights."""
-        record = self.manifest.weights.rotations.get(rotation_id)
-        if record is None:
-            raise BundleError(f"the bundle has no rotation {rotation_id!r}")
-        return {role: self._tensor(name) for role, name in record.tensors.items()}
+        with _full_paths(self.path):
+            record = self.manifest.weights.rotations.get(rotation_id)
+            if record is None:
+                raise BundleError(f"{MANIFEST_NAME}: has no rotation {rotation_id!r}")
+            return self._arrays(record.tensors)
 
-    def _tensor(self, name: str) -> mx.array:
-        if name not in self._tensors:
-            raise BundleError(f"{CACHE_FILE}: has no tensor {name!r}; get the bundle again")
-        return self._tensors[name]
+    # What these raise begins with the name of a file in the bundle, as in `checks`.
+
+    def _record(self, artifact_id: str) -> ArtifactRecord:
+        for record in self.manifest.artifacts:
+            if record.id == artifact_id:
+                return record
+        known = ", ".join(record.id for record in self.manifest.artifacts) or "none"
+        raise BundleError(f"{MANIFEST_NAME}: has no artifact {artifact_id!r}; it has: {known}")
+
+    def _open(self, record: ArtifactRecord) -> Artifact:
+        kind = KINDS.get(record.kind)
+        if kind is None or record.kind_version > kind.kind_version:
+            raise BundleError(
+                f"{MANIFEST_NAME}: artifact {record.id!r} is of kind {record.kind} "
+                f"{record.kind_version}, which this velox-pack does not read; upgrade velox-pack"
+            )
+        tensors = self._arrays(record.tensors)
+        try:
+            return kind.from_tensors(record.parameters, tuple(record.layers), tensors)
+        except BundleError as error:
+            raise BundleError(f"{CACHE_FILE}: {record.id!r}: {error}") from None
+
+    def _arrays(self, names: Mapping[str, str]) -> dict[str, mx.array]:
+        missing = next((name for name in names.values() if name not in self._tensors), None)
+        if missing is not None:
+            raise BundleError(f"{CACHE_FILE}: has no tensor {missing!r}; get the bundle again")
+        return {role: self._tensors[name] for role, name in names.items()}
+
+
+@contextmanager
+def _full_paths(folder: Path) -> Iterator[None]:
+    """Put the bundle's folder before an error that begins with the name of a file in it."""
+    try:
+        yield
+    except BundleError as error:
+        raise BundleError(f"{folder}/{error}") from None
 
 
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     """The validated manifest of a bundle folder; BundleError if it is none or of a newer major."""
     folder = Path(path)
+    _check_folder(folder)
+    with _full_paths(folder):
+        return _parse_manifest(folder)
+
+
+def _check_folder(folder: Path) -> None:
     if not folder.is_dir():
         raise BundleError(f"{folder}: no such folder")
     if not os.path.lexists(folder / MANIFEST_NAME):
         raise BundleError(f"{folder}: is not a velox-pack bundle (it has no {MANIFEST_NAME})")
+
+
+def _parse_manifest(folder: Path) -> Manifest:
     return parse(read_bounded(locate(folder, MANIFEST_NAME), MAX_MANIFEST_BYTES))
 
 
@@ -141,7 +174,7 @@ def open_bundle(path: str | os.PathLike[str], verify: Level = "size") -> Bundle:
     manifest = read_manifest(folder)
     problem = next(_all_problems(folder, manifest, verify, None), None)
     if problem is not None:
-        raise BundleError(f"{folder.resolve().name}/{problem}")
+        raise BundleError(f"{folder}/{problem}")
     return Bundle(folder, manifest)
 
 
@@ -150,6 +183,7 @@ def verify(
 ) -> list[str]:
     """Every problem of a bundle, one line each; [] if it is sound.
 
+    A line begins with the name of a file in the bundle, or with `path` if that is no bundle.
     "size" checks what `open_bundle` checks. "sha256" also hashes every required file, reads the
     values of all artifacts, and checks page alignment, the shard index and stray files.
     `progress(file name, bytes)` is told of each block that is hashed. Optional files (the card,
@@ -157,7 +191,8 @@ def verify(
     """
     folder = Path(path)
     try:
-        manifest = read_manifest(folder)
+        _check_folder(folder)
+        manifest = _parse_manifest(folder)
     except BundleError as error:
         return [str(error)]
     return list(_all_problems(folder, manifest, level, progress))
@@ -179,7 +214,9 @@ def _value_problems(bundle: Bundle) -> list[str]:
     for record in bundle.manifest.artifacts:
         try:
             bundle.artifact(record.id).check_values()
-        except (BundleError, ValueError) as error:
+        except BundleError as error:
+            found.append(str(error).removeprefix(f"{bundle.path}/"))
+        except ValueError as error:
             found.append(f"{CACHE_FILE}: artifact {record.id!r}: {error}")
     return found
 
@@ -202,12 +239,15 @@ def write_measured(
     changed = dict(optional_files or {})
     for name, data in changed.items():
         if check_name(name) or not may_change(name):
-            raise BundleError(f"{name}: only README.md and plots/ may change after convert")
+            raise BundleError(
+                f"{folder}: {name}: only README.md and plots/ may change after convert"
+            )
         digest = hashlib.sha256(data).hexdigest()
         files[name] = FileRecord(bytes=len(data), sha256=digest, optional=True)
     update = {"measured": None if measured is None else dict(measured), "files": files}
-    text = manifest.model_copy(update=update).to_bytes()
-    result = parse(text)
+    with _full_paths(folder):
+        text = manifest.model_copy(update=update).to_bytes()
+        result = parse(text)
     for name, data in changed.items():
         (folder / name).parent.mkdir(exist_ok=True)
         replace_file(folder / name, data)

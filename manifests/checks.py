@@ -1,7 +1,7 @@
 """The checks of a bundle against its manifest; `level="size"` reads headers only.
 
 Each check yields one-line problems, so that `verify` can list all and `open_bundle` raise the
-first.
+first. A line begins with the name of a file in the bundle; whoever raises it adds the folder.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ Level = Literal["size", "sha256"]
 Progress = Callable[[str, int], None]
 _MAX_INDEX_BYTES = 16 * 2**20
 _FLOATS = ("F16", "BF16", "F32")
+_WEIGHT_FILES = "model*.safetensors"
 
 
 def is_weight_file(name: str) -> bool:
@@ -58,8 +59,11 @@ def problems(
                 )
             if name.endswith(".safetensors"):
                 tensors[name] = read_full_header(path).entries
-        except (BundleError, OSError) as error:
+        except BundleError as error:
             yield str(error)
+            continue
+        except OSError as error:
+            yield f"{name}: cannot be read ({error.strerror})"
             continue
         if level == "sha256":
             yield from _digest_problems(path, name, record.sha256, progress)
@@ -127,7 +131,7 @@ def _artifact_problems(record: ArtifactRecord, found: dict[str, Entry]) -> Itera
     try:
         kind.check_keys(record.parameters, forms)
         kind.check_forms(record.parameters, tuple(record.layers), forms)
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         yield f"{CACHE_FILE}: artifact {record.id!r}: {error}"
 
 
@@ -152,10 +156,10 @@ def _packed_problems(path: str, layer: PackedLayer, found: dict[str, Entry]) -> 
         name = f"{path}.{role}"
         entry = found.get(name)
         if entry is None:
-            yield f"weights: has no tensor {name!r}, which packed layer {path!r} needs"
+            yield f"{_WEIGHT_FILES}: has no tensor {name!r}, which packed layer {path!r} needs"
         elif entry.dtype not in dtypes or entry.shape != shape:
             yield (
-                f"weights: tensor {name!r} is {entry.dtype} {list(entry.shape)}, "
+                f"{_WEIGHT_FILES}: tensor {name!r} is {entry.dtype} {list(entry.shape)}, "
                 f"the manifest needs {' or '.join(dtypes)} {list(shape)}"
             )
 

@@ -46,7 +46,7 @@ def read_bounded(path: Path, limit: int) -> bytes:
                 raise BundleError(f"{path.name}: is larger than {limit} bytes")
             return file.read(limit)
     except OSError as error:
-        raise BundleError(f"{path.name}: cannot be read ({error.strerror}): {path}") from None
+        raise BundleError(f"{path.name}: cannot be read ({error.strerror})") from None
 
 
 def sha256_file(path: str | os.PathLike[str], progress: Callable[[int], None] | None = None) -> str:

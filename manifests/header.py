@@ -73,7 +73,7 @@ def read_full_header(path: str | os.PathLike[str]) -> Header:
     try:
         return _read(path)
     except OSError as error:
-        raise BundleError(f"{path.name}: cannot be read ({error.strerror}): {path}") from None
+        raise BundleError(f"{path.name}: cannot be read ({error.strerror})") from None
     except ValueError as error:
         raise BundleError(f"{path.name}: {error}; get the file again") from None
 

@@ -2,88 +2,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import mlx.core as mx
 import numpy as np
 import pytest
+from artifact_examples import EXAMPLES, opened
 
-from velox_pack.manifests.artifact import Artifact
-from velox_pack.manifests.artifacts_vector import CommVQ, RaBitQ, VecInfer, rope_pairs
+from velox_pack.manifests.artifacts_vector import rope_pairs
 from velox_pack.manifests.errors import BundleError
-
-LAYERS = (0, 3)
-
-
-def made() -> dict[str, Artifact]:
-    """One artifact of each kind: 2 layers, 3 heads of 8."""
-    rng = np.random.default_rng(0)
-
-    def f32(*shape: int) -> np.ndarray:
-        return rng.standard_normal(shape).astype(np.float32)
-
-    signs = np.where(rng.random((3, 8)) < 0.5, -1, 1).astype(np.int8)
-    mix = np.ones((1, 1), np.float32)
-    log_scale = np.array([[-1, 0.1], [0, 0.1]], np.float32)
-    weight = np.repeat(np.abs(f32(2, 3, 1, 4)) + 1, 2, axis=2).reshape(2, 3, 8)
-    return {
-        "vecinfer": VecInfer(
-            part="keys",
-            before_rope=True,
-            mean=f32(2, 3, 8),
-            smoothing=np.abs(f32(2, 3, 8)) + 1,
-            codebooks=f32(2, 3, 2, 16, 4).astype(np.float16),
-            scaled=True,
-            log_scale=log_scale,
-            signs=signs[:1],
-            mix=mix,
-            layers=LAYERS,
-        ),
-        "commvq": CommVQ(
-            dims=8,
-            traditional=False,
-            mean=f32(2, 3, 8),
-            weight=weight,
-            codebooks=f32(2, 3, 5, 4, 8).astype(np.float16),
-            log_scale=log_scale,
-            layers=LAYERS,
-        ),
-        "rabitq": RaBitQ(
-            part="values",
-            before_rope=False,
-            centroids=f32(2, 3, 4, 8).astype(np.float16),
-            log_scale=log_scale,
-            signs=signs,
-            mix=mix,
-            layers=LAYERS,
-        ),
-    }
-
-
-MADE = made()
-
-
-def opened(artifact: Artifact, **changes: Any) -> Artifact:
-    """Through tensors and parameters, some of either replaced."""
-    tensors = artifact.to_tensors()
-    parameters = artifact.parameters()
-    for name, value in changes.items():
-        (tensors if name in tensors else parameters)[name] = value
-    arrays = {role: mx.array(array) for role, array in tensors.items()}
-    return type(artifact).from_tensors(parameters, artifact.layers, arrays)
-
-
-@pytest.mark.parametrize("kind", sorted(MADE))
-def test_round_trip_is_exact(kind: str) -> None:
-    fitted = MADE[kind]
-    again = opened(fitted)
-    assert (again.kind, again.layers) == (kind, LAYERS)
-    assert again.parameters() == fitted.parameters()
-    for role, array in fitted.to_tensors().items():
-        stored = again.to_tensors()[role]
-        assert (stored.dtype, stored.tobytes()) == (array.dtype, array.tobytes())
 
 
 def _shape(kind: str, role: str, *shape: int) -> np.ndarray:
-    return np.ones(shape, MADE[kind].to_tensors()[role].dtype)
+    return np.ones(shape, EXAMPLES[kind].to_tensors()[role].dtype)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +41,7 @@ def _shape(kind: str, role: str, *shape: int) -> np.ndarray:
 )
 def test_what_does_not_fit_is_refused(kind: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(BundleError, match=message) as caught:
-        opened(MADE[kind], **changes)
+        opened(EXAMPLES[kind], **changes)
     assert kind in str(caught.value)
 
 
@@ -132,10 +60,12 @@ def test_what_does_not_fit_is_refused(kind: str, changes: dict[str, Any], messag
 )
 @pytest.mark.filterwarnings("ignore:invalid value")
 def test_values_that_no_fit_may_return(kind: str, role: str, fault: Any, message: str) -> None:
-    tensors = MADE[kind].to_tensors()
+    tensors = EXAMPLES[kind].to_tensors()
     with pytest.raises(ValueError, match=message):
-        type(MADE[kind])(
-            **MADE[kind].parameters(), **tensors | {role: fault(tensors[role])}, layers=LAYERS
+        type(EXAMPLES[kind])(
+            **EXAMPLES[kind].parameters(),
+            **tensors | {role: fault(tensors[role])},
+            layers=EXAMPLES[kind].layers,
         )
 
 

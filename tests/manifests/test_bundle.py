@@ -13,8 +13,10 @@ import pytest
 from bundles import make_artifacts, make_bundle, make_rotations, make_weights
 
 from velox_pack.manifests import checks
+from velox_pack.manifests.aligned import write_arrays
 from velox_pack.manifests.bundle import open_bundle, read_manifest, verify, write_measured
 from velox_pack.manifests.errors import BundleError, RecipeError
+from velox_pack.manifests.names import CACHE_FILE
 
 
 def test_everything_comes_back(bundle_path: Path) -> None:
@@ -192,6 +194,76 @@ def test_optional_files_may_go_or_change(bundle_path: Path) -> None:
     (bundle_path / "README.md").write_text("edited by hand")
     shutil.rmtree(bundle_path / "plots")
     assert verify(bundle_path) == []
+
+
+def said(call: Callable[[], object]) -> str:
+    with pytest.raises(BundleError) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_errors_name_the_file_by_its_full_path(bundle_path: Path) -> None:
+    bundle = open_bundle(bundle_path)
+    cache, weights = (bundle_path / f for f in (CACHE_FILE, "model-00001-of-00001.safetensors"))
+    assert said(lambda: bundle.artifact("x")).startswith(f"{bundle_path}/velox.json: has no art")
+    assert said(lambda: bundle.rotation("x")).startswith(f"{bundle_path}/velox.json: has no rot")
+    assert said(lambda: bundle.tensors("x")) == said(lambda: bundle.artifact_record("x"))
+    # Damage after opening.
+    for file in (cache, weights):
+        os.truncate(file, 100)
+    for call in (lambda: bundle.artifact("rope-0"), lambda: bundle.tensors("rope-0")):
+        assert said(call).startswith(f"{cache}: is truncated: its header")
+    assert said(bundle.artifacts_for).startswith(f"{cache}: is truncated")
+    assert said(bundle.weights).startswith(f"{weights}: is truncated")
+    # And before: the lines of `verify` are the same, less the folder.
+    line = f"{weights.name}: is truncated: 100 bytes, expected 81920; get it again"
+    assert line in verify(bundle_path)
+    assert said(lambda: open_bundle(bundle_path)) == f"{bundle_path}/{verify(bundle_path)[0]}"
+    (bundle_path / "velox.json").write_text("{")
+    (line,) = verify(bundle_path)
+    assert line.startswith("velox.json: is not JSON")
+    assert said(lambda: open_bundle(bundle_path)) == f"{bundle_path}/{line}"
+
+
+def test_a_missing_weight_and_a_misfit_artifact_name_the_bundle(bundle_path: Path) -> None:
+    bundle = open_bundle(bundle_path)
+
+    def change(value: Any) -> None:
+        layer = value["weights"]["packed"]["model.layers.0.mlp.up_proj"]
+        value["weights"]["packed"] = {"model.layers.7.mlp.up_proj": layer}
+
+    edit(bundle_path, change)
+    assert said(lambda: open_bundle(bundle_path)).startswith(
+        f"{bundle_path}/model*.safetensors: has no tensor 'model.layers.7.mlp.up_proj.codes'"
+    )
+    (bundle_path / CACHE_FILE).unlink()
+    write_arrays(
+        bundle_path / CACHE_FILE,
+        {name: np.zeros(3, np.float32) for r in bundle.manifest.artifacts
+         for name in r.tensors.values()},
+    )  # fmt: skip
+    assert said(lambda: bundle.artifact("qfilters")) == (
+        f"{bundle_path}/{CACHE_FILE}: 'qfilters': artifact of kind qfilters: "
+        "filters has shape [3], not [L, H, D]"
+    )
+
+
+@pytest.mark.parametrize("name", [CACHE_FILE, "velox.json"])
+def test_a_file_that_may_not_be_read(
+    bundle_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    real = open
+
+    def refuse(file: Any, *args: Any, **options: Any) -> Any:
+        if file == bundle_path / name:  # chmod would not stop root
+            raise PermissionError(13, "Permission denied", str(file))
+        return real(file, *args, **options)
+
+    monkeypatch.setattr("builtins.open", refuse)
+    line = f"{name}: cannot be read (Permission denied)"
+    assert verify(bundle_path, "size") == [line]
+    assert said(lambda: open_bundle(bundle_path)) == f"{bundle_path}/{line}"
 
 
 def test_nan_in_an_artifact_is_found(tmp_path: Path) -> None:
