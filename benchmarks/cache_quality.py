@@ -33,6 +33,11 @@ from velox_pack.sizes import GENERATED, PROMPT, cache_bytes
 from velox_pack.source import data_folder, resolve
 
 RECIPES = [
+    "ratequant+joint-spectral",
+    "ratequant+joint-spectral:bits=4",
+    "ratequant+joint-spectral:bits=2",
+    "joint-spectral",
+    "joint-spectral:bits=2",
     "ratequant+spectral",
     "ratequant+spectral:bits=4",
     "ratequant+spectral:bits=2",

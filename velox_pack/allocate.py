@@ -17,13 +17,12 @@ Bits = dict[int, tuple[float, float]]
 
 
 def fit(seen: Seen, options: Mapping[str, Any]) -> Iterable[Artifact]:
-    """The widths of the plan `options["plan"]`, and the allocation that they follow, if any."""
+    """The widths of a plan's coding `options["plan"]`, and the allocation they follow, if any."""
     plan = recipes.parse(options["plan"])
     wanted = plan.recipe.bits_of()
     bits = {layer.index: wanted for layer in seen.covered}
     if plan.ratequant:
-        window = plan.recipe.window + plan.recipe.flush // 2
-        found, bits = _allocate(plan, seen, seen.sensitivity(window))
+        found, bits = _allocate(plan, seen, seen.sensitivity(plan.behind or 0))
         yield from found
     groups: dict[tuple[int, ...], list[Layer]] = {}
     for layer in seen.covered:
@@ -35,7 +34,7 @@ def fit(seen: Seen, options: Mapping[str, Any]) -> Iterable[Artifact]:
             for part, given in zip(rows, bits[layer.index], strict=True):
                 rows[part].append(waterfill.widths(_costs(plan, part, layer, seen), given)[0])
         yield Widths(
-            plan=plan.canonical,
+            plan=plan.coding,
             bits=_average(wanted, seen.covered),
             keys=np.stack(rows["keys"]),
             values=np.stack(rows["values"]),

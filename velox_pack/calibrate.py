@@ -1,15 +1,16 @@
 """From a job to artifacts: what can be taken over is, and the rest is fitted."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from velox_pack.caches import grammar
 from velox_pack.caches.needs import Need
 from velox_pack.fits import FITS
 from velox_pack.job import Job
 from velox_pack.manifests.artifacts import Artifact, Codebook, Rope, Rotation
 from velox_pack.manifests.errors import CalibrationError
 from velox_pack.reuse import fingerprint
-from velox_pack.seen import Seen
+from velox_pack.seen import PassError, Seen
 
 Report = Callable[[str], None]
 GAUSSIAN = Need.of("codebook", distribution="gaussian")
@@ -40,11 +41,19 @@ def calibrate(job: Job, hashes: dict[str, str], report: Report) -> Calibrated:
     seen = Seen(job, report, wanted, _fit, made)
     ids: dict[Need, list[str]] = {}
     artifacts: dict[str, Artifact] = {}
-    numbers = {plan.canonical: n for n, (_, plan) in enumerate(job.caches)}
+    numbers: dict[str, int] = {}
+    for n, (_, plan) in enumerate(job.caches):
+        numbers.setdefault(plan.coding, n)
     for need in needs:
         if need not in made and FITS[need.name].reads:
             report(f"fitting {need.id}")
-        ids[need] = _place(artifacts, need, seen.made(need), numbers)
+        try:
+            found = seen.made(need)
+        except PassError:  # no recipe's fault
+            raise
+        except CalibrationError as error:
+            raise CalibrationError(f"{_wanting(job, need)}{error}") from error
+        ids[need] = _place(artifacts, need, found, numbers)
     if not (artifacts or job.specs):  # mlx-lm wants some model*.safetensors
         prints[GAUSSIAN] = fingerprint(GAUSSIAN, job, hashes)
         ids[GAUSSIAN] = _place(artifacts, GAUSSIAN, seen.made(GAUSSIAN), numbers)
@@ -53,6 +62,12 @@ def calibrate(job: Job, hashes: dict[str, str], report: Report) -> Calibrated:
         {one: prints[need] for need, own in ids.items() for one in own},
         {name: sorted({i for n in plan.needs for i in ids[n]}) for name, plan in job.caches},
     )
+
+
+def _wanting(job: Job, need: Need) -> str:
+    """`--cache NAME and NAME: `, the recipes that want something; empty for what all jobs make."""
+    names = [grammar.short(name) for name, plan in job.caches if need in plan.needs]
+    return f"--cache {' and '.join(names)}: " if names else ""
 
 
 def _fit(seen: Seen, need: Need) -> Iterable[Artifact]:
@@ -89,4 +104,7 @@ def _stem(need: Need, artifact: Artifact, numbers: dict[str, int]) -> str:
         return f"codebook-{artifact.distribution}"
     if need.name == "widths":
         return f"{artifact.kind}-{numbers[str(dict(need.options)['plan'])]}"
+    part = getattr(artifact, "part", None)
+    if part and part not in need.name.split("-"):  # one fit of both
+        return replace(need, name=f"{need.name}-{part}").id
     return need.id

@@ -4,6 +4,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from velox_pack.caches import recipes
+from velox_pack.door import NO_CACHE
 from velox_pack.manifests.manifest import Manifest
 
 # `eval` writes between these lines and nowhere else, so that a card may be edited.
@@ -22,16 +24,22 @@ def card(manifest: Manifest, licence: Mapping[str, str] | None = None) -> str:
     what = f"{weights.encoding}{f' ({options})' if options else ''}"
     lines = ["---", *front, "- velox-pack", "---", ""]
     lines += [f"# {source.name}, prepared with velox-pack", ""]
+    ready = [c.name for c in manifest.caches if not recipes.parse(c.recipe).missing]
+    named = ""
+    if manifest.default_cache not in (None, *ready):  # then loading it is refused
+        named = f", cache={json.dumps(next(iter(ready), NO_CACHE))}"
     lines += [
         "```python",
         "import mlx_lm, velox_pack",
-        'model, tokenizer = velox_pack.load("path or repo of this bundle")',
+        f'model, tokenizer = velox_pack.load("path or repo of this bundle"{named})',
         'print(mlx_lm.generate(model, tokenizer, prompt="..."))',
         "```",
         "",
         f"- weights: {what}, {len(weights.packed)} linear layers packed",
-        f"- caches: {', '.join(f'`{c.name}`' for c in manifest.caches) or 'none'}",
+        f"- caches: {', '.join(f'`{c}`' for c in ready) or 'none'}",
     ]
+    if later := [f"`{c.name}`" for c in manifest.caches if c.name not in ready]:
+        lines.append(f"- prepared only, cannot be loaded yet: {', '.join(later)}")
     if manifest.calibration:
         text = manifest.calibration
         lines.append(f"- calibrated on {text.tokens} tokens of {_named(text.text)}")
@@ -57,6 +65,7 @@ def _table(measured: Mapping[str, Any]) -> str:
             f"| {name} | {row.get('bits_per_element', 16):.4g} | {row['kl']:.4f} | "
             f"{100 * row['top1_agreement']:.1f} % | {row['perplexity']:.2f} |"
         )
+    lines += [f"| {name} | not measured | | | |" for name in measured.get("not_measured", ())]
     environment = measured["environment"]
     lines += [
         "",

@@ -49,7 +49,21 @@ def _one_line(error: Exception) -> str:
         return "out of memory"
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}{f': {error.filename}' if error.filename else ''}"
-    return " ".join(str(error).split())
+    # Messages are written for Python; here the option is meant.
+    return " ".join(str(error).split()).replace('cache="none"', "--cache none")
+
+
+class _Path(click.Path):
+    """A path, or a repo of the Hub, that may not exist but is not empty: unset variables are."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Refuse nothing but spaces; all else is for the commands to judge."""
+        if not str(value).strip():
+            self.fail("the name is empty", param, ctx)
+        return value
+
+
+_PATH = _Path()
 
 
 def _common(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -66,23 +80,23 @@ def main() -> None:
 
 
 @main.command()
-@click.argument("source")
-@click.option("--out", required=True, type=click.Path(), help="Folder of the new bundle.")
+@click.argument("source", type=_PATH)
+@click.option("--out", required=True, type=_PATH, help="Folder of the new bundle.")
 @click.option("--revision", help="Branch, tag or commit of a Hub repo.")
 @click.option("--cache", "caches", multiple=True, metavar="NAME:KEY=VALUE,...",
               help="Cache recipe (see `recipes`); repeatable, the first is the bundle's default. "
-                   "[default: ratequant+spectral]")  # fmt: skip
+                   "[default: ratequant+joint-spectral]")  # fmt: skip
 @click.option("--weights", metavar="ENCODING",
               help="keep, overlay, lloyd:bits=4 or affine:bits=4,group=64. "
                    "[default: the last; keep if SOURCE is quantized already]")  # fmt: skip
-@click.option("--calibration", type=click.Path(), metavar="FILE",
+@click.option("--calibration", type=_PATH, metavar="FILE",
               help="Text to calibrate on (UTF-8).  [default: built-in]")  # fmt: skip
 @click.option("--calibration-tokens", type=click.IntRange(min=1), metavar="N",
               help="Tokens of it to use.  [default: 8192]")  # fmt: skip
 @click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True,
               metavar="N", help="Of every random choice.")  # fmt: skip
 @click.option("--overwrite", is_flag=True, help="Replace an existing bundle.")
-@click.option("--reuse", type=click.Path(), metavar="OLD_BUNDLE",
+@click.option("--reuse", type=_PATH, metavar="OLD_BUNDLE",
               help="Take over what would come out the same.")  # fmt: skip
 @click.option("--dry-run", is_flag=True, help="Check all that is cheap, say what would be done.")
 @_common
@@ -95,6 +109,9 @@ def convert(source: str, out: str, dry_run: bool, as_json: bool, debug: bool, **
     with Console() as console:
         job = plan(source, out, report=console.say, **options)
         summary = job.summary()
+        console.stop()
+        for line in job.warnings:
+            click.echo(f"warning: {line}", err=True)
         if not dry_run:
             run(job, console.say)
     if as_json:
@@ -104,9 +121,9 @@ def convert(source: str, out: str, dry_run: bool, as_json: bool, debug: bool, **
 
 
 @main.command()
-@click.argument("bundle", type=click.Path())
+@click.argument("bundle", type=_PATH)
 @click.option("--memory", metavar="SIZE", help="Say what context fits, e.g. 16GB.")
-@click.option("--plots", type=click.Path(), metavar="DIR", help="Draw what was calibrated, as PNG.")
+@click.option("--plots", type=_PATH, metavar="DIR", help="Draw what was calibrated, as PNG.")
 @_common
 def inspect(bundle: str, memory: str | None, plots: str | None, as_json: bool, debug: bool) -> None:
     """Show what is in BUNDLE and where its bytes go."""
@@ -126,7 +143,7 @@ def inspect(bundle: str, memory: str | None, plots: str | None, as_json: bool, d
 
 
 @main.command()
-@click.argument("bundle", type=click.Path())
+@click.argument("bundle", type=_PATH)
 @_common
 def verify(bundle: str, as_json: bool, debug: bool) -> None:
     """Check every byte of BUNDLE against its manifest."""
@@ -147,12 +164,12 @@ def verify(bundle: str, as_json: bool, debug: bool) -> None:
 
 
 @main.command(name="eval")
-@click.argument("bundle", type=click.Path())
-@click.option("--text", type=click.Path(), metavar="FILE",
+@click.argument("bundle", type=_PATH)
+@click.option("--text", type=_PATH, metavar="FILE",
               help="Held-out text (UTF-8).  [default: built-in]")  # fmt: skip
 @click.option("--tokens", type=click.IntRange(min=2), default=2048, show_default=True,
               metavar="N", help="Tokens to score, in windows of 512.")  # fmt: skip
-@click.option("--source", type=click.Path(), help="Where the source model lies, if it moved.")
+@click.option("--source", type=_PATH, help="Where the source model lies, if it moved.")
 @_common
 def evaluate(bundle: str, as_json: bool, debug: bool, **options: Any) -> None:
     """Measure BUNDLE against its source on held-out text; the result goes into velox.json."""
@@ -167,7 +184,7 @@ def evaluate(bundle: str, as_json: bool, debug: bool, **options: Any) -> None:
 
 
 @main.command()
-@click.argument("bundle")
+@click.argument("bundle", type=_PATH)
 @click.option("--prompt", required=True, help="Text to go on from.")
 @click.option("--max-tokens", type=click.IntRange(min=1), default=100, show_default=True,
               metavar="N", help="Tokens to generate at most.")  # fmt: skip

@@ -40,6 +40,9 @@ def convert(
     time. Returns the bundle's folder. Raises a VeloxError, and then nothing has changed.
     """
     job = plan(source, out, report=report, **options)
+    if report is not None:
+        for line in job.warnings:
+            report(line)
     return run(job, report)
 
 

@@ -22,7 +22,7 @@ from velox_pack import known_sources
 from velox_pack.architectures import positions
 from velox_pack.caches import recipes
 from velox_pack.caches.plan import ModelPlan
-from velox_pack.calibrators.text import load_text, sequences
+from velox_pack.calibrators.text import load_text
 from velox_pack.card import with_measured
 from velox_pack.door import cache_plan
 from velox_pack.environment import describe, fast_dtype
@@ -32,6 +32,7 @@ from velox_pack.manifests.errors import BundleError, CalibrationError, VeloxErro
 from velox_pack.manifests.files import locate
 from velox_pack.manifests.manifest import VERSION, Layer
 from velox_pack.onepass import OnePassCache
+from velox_pack.samples import sample
 from velox_pack.sizes import GENERATED, PROMPT, cache_bytes
 from velox_pack.source import Source, data_folder
 
@@ -219,8 +220,6 @@ def _source_model(source: Source, dtype: mx.Dtype) -> nn.Module:
 
 def _windows(source: Source, text: str, tokens: int) -> np.ndarray:
     """Windows int32 [n, length] from stretches spread over the text: every kind in it counts."""
-    limit = positions(source.config) or WINDOW
-    try:
-        return sequences(source.tokenizer(), text, tokens, min(WINDOW, limit, tokens), seed=0)
-    except CalibrationError as error:
-        raise CalibrationError(f"{error}: see --text and --tokens") from error
+    length = min(WINDOW, positions(source.config) or WINDOW, tokens)
+    hint = "see --text and --tokens"
+    return sample(source.tokenizer(), text, tokens, length, seed=0, name="the text", hint=hint)

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from velox_pack import weights as weight_plans
 from velox_pack.architectures import positions
 from velox_pack.caches import grammar, recipes
 from velox_pack.caches.needs import Need
-from velox_pack.calibrators.text import load_text, sequences, whole_tiles
+from velox_pack.calibrators.text import load_text, whole_tiles
 from velox_pack.calibrators.trace import LayerTrace, refuse_if_uncovered, trace
 from velox_pack.fits import FITS
 from velox_pack.manifests.aligned import TensorSpec
@@ -21,16 +21,19 @@ from velox_pack.manifests.files import require_space
 from velox_pack.manifests.manifest import Layer
 from velox_pack.manifests.names import check_name
 from velox_pack.manifests.place import check_destination
+from velox_pack.rehearsal import Rehearsed, rehearse
 from velox_pack.reuse import Old
 from velox_pack.ropes import rope_groups
+from velox_pack.samples import sample
 from velox_pack.source import Source, data_folder, resolve
 
 Report = Callable[[str], None]
 
-DEFAULT_CACHES = ("ratequant+spectral",)
+DEFAULT_CACHES = ("ratequant+joint-spectral",)
 DEFAULT_TOKENS = 8192
 SEQUENCE = 512
 FEWEST = 16  # coded tokens in a sequence, below which there is nothing to measure
+BUILT_IN = "built-in"  # the name of our own text
 SMALL_FILES = 64 * 2**20  # room kept for the tokenizer, artifacts and padding
 
 
@@ -87,6 +90,17 @@ class Job:
         """Whether the model has to be run over calibration text."""
         return self.text is not None
 
+    @property
+    def warnings(self) -> list[str]:
+        """What will be as asked for, and probably not as hoped for: a line each."""
+        name, plan = self.caches[0]
+        if not plan.missing:
+            return []
+        return [
+            f"the default cache {grammar.short(name)} is prepared only ({plan.missing} yet): "
+            'loading has to name another plan, or "none"; the first --cache is the default'
+        ]
+
     def summary(self) -> dict[str, Any]:
         """What will be done, what is left out and why, as plain data."""
         text = self.text
@@ -99,6 +113,7 @@ class Job:
             "source_weight_bytes": self.source_bytes,
             "caches": [name for name, _ in self.caches],
             "later": [name for name, plan in self.caches if plan.missing],
+            "warnings": self.warnings,
             "coverage": {"weights": self._weight_coverage(), "caches": self._cache_coverage()},
             "kept": [{"path": path, "reason": reason} for path, reason in self.packing.kept],
             "calibration": None
@@ -193,9 +208,12 @@ def plan(
     require_space(out.parent, sum(s.nbytes for s in specs.values()) + SMALL_FILES)
     text = None
     if content is not None:
-        name = "built-in" if calibration is None else Path(calibration).name
-        text = _tokenize(found, name, content, calibration_tokens, seed)
-        _check_length(plans, int(text.tokens.shape[1]))
+        name = BUILT_IN if calibration is None else Path(calibration).name
+        longest = min(SEQUENCE, positions(found.config) or SEQUENCE)
+        length = whole_tiles(min(longest, calibration_tokens))
+        _check_length(plans, length, longest)
+        _check_passes(plans, found.name, rehearse(model))
+        text = _tokenize(found, name, content, calibration_tokens, length, seed)
     return Job(
         source=found,
         out=out,
@@ -224,7 +242,8 @@ def _parse_caches(texts: Sequence[str]) -> tuple[tuple[str, recipes.Plan], ...]:
     for text in texts:
         plan = recipes.parse(text)
         if plan.canonical in (other.canonical for other in plans.values()):
-            raise RecipeError(f"--cache {text} is given twice (it is {plan.canonical})")
+            again = f"--cache {grammar.short(text)} is given twice (it is {plan.canonical})"
+            raise RecipeError(again)
         plans["".join(text.split())] = plan
     return tuple(plans.items())
 
@@ -264,19 +283,44 @@ def _check_recipes(plans: Sequence[tuple[str, recipes.Plan]], layers: Sequence[L
                 try:
                     plan.recipe.check(layer)
                 except RecipeError as error:
-                    raise RecipeError(f"--cache {name}, layer {layer.index}: {error}") from None
+                    where = f"--cache {grammar.short(name)}, layer {layer.index}"
+                    raise RecipeError(f"{where}: {error}") from None
 
 
-def _check_length(plans: Sequence[tuple[str, recipes.Plan]], length: int) -> None:
-    """Refuse sequences in which too few tokens would be coded for a plan to be calibrated."""
+def _check_length(plans: Sequence[tuple[str, recipes.Plan]], length: int, longest: int) -> None:
+    """Refuse sequences in which too few tokens would be coded for a plan to be calibrated.
+
+    No sequence is of more than `longest` tokens, however many are asked for.
+    """
     for name, plan in plans:
         recipe = plan.recipe
+        needed = FEWEST
         # Sensitivities count what queries see from behind the window, so some must be there.
-        needed = recipe.sinks + recipe.window + recipe.flush + FEWEST if plan.ratequant else FEWEST
+        if plan.behind is not None:
+            needed += recipe.sinks + recipe.window + recipe.flush
         if length < needed:
+            more = "give more --calibration-tokens or " if needed <= longest else ""
             raise CalibrationError(
-                f"--cache {name} needs calibration sequences of at least {needed} tokens, "
-                f"these have {length}; give more --calibration-tokens or a smaller window"
+                f"--cache {grammar.short(name)} needs calibration sequences of at least {needed} "
+                f"tokens, these have {length}; {more}take a smaller window"
+            )
+
+
+def _check_passes(plans: Sequence[tuple[str, recipes.Plan]], model: str, found: Rehearsed) -> None:
+    """Refuse what the passes over the text would refuse, after hours perhaps."""
+    if found.forward:
+        raise CalibrationError(
+            f"{model}: {found.forward}: it cannot be run a sequence at a time, so nothing can be "
+            "calibrated on a text; take caches that need none, such as --cache turboquant-mse"
+        )
+    for name, plan in plans:
+        if found.backward and plan.behind is not None:
+            uniform = replace(plan, ratequant=False)
+            plain = name.replace(f"{recipes.RATEQUANT}+", "").replace(f"+{recipes.RATEQUANT}", "")
+            instead = plain if plan.ratequant and uniform.behind is None else "spectral"
+            raise CalibrationError(
+                f"--cache {grammar.short(name)} needs sensitivities, which cannot be found in "
+                f"{model}: {found.backward}; take --cache {grammar.short(instead)}"
             )
 
 
@@ -285,7 +329,14 @@ def _read_text(path: str | Path | None) -> str:
     return load_text(built_in if path is None else Path(path).expanduser())
 
 
-def _tokenize(source: Source, name: str, text: str, tokens: int, seed: int) -> Text:
-    length = whole_tiles(min(SEQUENCE, positions(source.config) or SEQUENCE, tokens))
-    rows = sequences(source.tokenizer(), text, tokens, length, seed)
+def _tokenize(source: Source, name: str, text: str, tokens: int, length: int, seed: int) -> Text:
+    rows = sample(
+        source.tokenizer(),
+        text,
+        tokens,
+        length,
+        seed=seed,
+        name=f"the {name} text" if name == BUILT_IN else f"calibration text {name}",
+        hint="ask for fewer --calibration-tokens, or give a longer text as --calibration",
+    )
     return Text(name, hashlib.sha256(text.encode()).hexdigest(), rows)

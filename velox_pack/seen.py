@@ -47,6 +47,10 @@ FILTERS = "filters"
 HIDDEN = "hidden"
 
 
+class PassError(CalibrationError):
+    """The forward pass failed, whatever was to be fitted to what it shows."""
+
+
 @dataclass
 class Seen:
     """One forward pass with every collector that is wanted, and backward passes as asked for."""
@@ -101,13 +105,16 @@ class Seen:
         watching = inside.watching(streaming.layers) if HIDDEN in self.wanted else nullcontext()
         hooks = {name: make(self) for name, make in _COLLECTORS.items() if name in self.wanted}
         with watching:
-            statistics = capture(
-                streaming,
-                self.tokens,
-                self.traces,
-                seed=self.job.seed,
-                also=list(hooks.values()),
-            )
+            try:
+                statistics = capture(
+                    streaming,
+                    self.tokens,
+                    self.traces,
+                    seed=self.job.seed,
+                    also=list(hooks.values()),
+                )
+            except CalibrationError as error:
+                raise PassError(str(error)) from error
         self._collected = {**hooks, HIDDEN: inside}
         return statistics
 

@@ -237,6 +237,8 @@ def show_measured(result: Mapping[str, Any]) -> None:
             f"{100 * row['top1_agreement']:.1f} %",
             f"{row['perplexity']:.2f}",
         )
+    for name in result.get("not_measured", ()):
+        table.add_row(f"{name}: not measured; cannot be loaded yet")
     out.print(table)
     environment = result["environment"]
     out.print(

@@ -315,7 +315,9 @@ def _check_headers(path: Path, shards: tuple[Path, ...]) -> None:
         try:
             header = read_header(shard)
         except (VeloxError, ValueError, OSError) as error:
-            raise SourceError(_first_line(error)) from error
+            line = _first_line(error)
+            line = line if str(path) in line else f"{path.name}: {line}"
+            raise SourceError(line) from error
         for name in header:
             if name in holder:
                 both = f"{holder[name]} and {shard.name}"

@@ -190,7 +190,7 @@ def test_tensors_that_overlap(demo_bundle: Path, tmp_path: Path) -> None:
 def test_an_unknown_plan_lists_those_there_are(demo_bundle: Path) -> None:
     done = velox("generate", demo_bundle, "--prompt", "x", "--cache", "nothing")
     assert done.code == 1
-    assert "ratequant+spectral" in done.error
+    assert "ratequant+joint-spectral" in done.error
 
 
 def test_a_local_source_that_is_gone(own_model, tmp_path: Path) -> None:

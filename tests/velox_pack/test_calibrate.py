@@ -9,7 +9,7 @@ from velox_pack.caches import recipes
 from velox_pack.caches.needs import Need
 from velox_pack.conversion import convert
 from velox_pack.evaluation import evaluate
-from velox_pack.fits import FITS
+from velox_pack.fits import FITS, Fit
 from velox_pack.manifests.bundle import open_bundle, verify
 from velox_pack.manifests.errors import CalibrationError, RecipeError
 
@@ -67,6 +67,35 @@ def test_other_plans_load_and_are_measured(everything: Path) -> None:
     assert exact_density["kl_cache"] < 0.1
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_plans_that_evict_differently_share_their_widths(
+    tiny_model, tmp_path: Path, order: int
+) -> None:
+    caches = ["ratequant+spectral", "qfilters+ratequant+spectral", "adakv+ratequant+spectral"]
+    options = {"calibration_tokens": 128, "caches": [*caches[::order], "spectral"]}
+    out = convert(tiny_model("llama"), tmp_path / "b", **options)
+    manifest = open_bundle(out).manifest
+    kinds = [a.kind for a in manifest.artifacts]
+    assert (kinds.count("widths"), kinds.count("allocation")) == (2, 1)
+    own = {
+        p.name: {i for i in p.artifacts if i.startswith(("wid", "all"))} for p in manifest.caches
+    }
+    assert all(own[name] == {"allocation-0", "widths-0"} for name in caches)
+    assert own["spectral"] == {"widths-3"}
+    model, _ = velox_pack.load(out, cache="ratequant+spectral")
+    assert len(model.make_cache()) == len(manifest.model.layers)
+
+
+def test_ids_say_which_part_is_meant(everything: Path) -> None:
+    records = open_bundle(everything).manifest.artifacts
+    for record in records:
+        if (part := record.parameters.get("part")) is not None:
+            assert part in record.id.split("-")
+    ids = {record.id for record in records}
+    assert {f"nuq-{p}-bits-3-outliers-0_01-window-28" for p in ("keys", "values")} <= ids
+    assert {f"prediction-{p}-bits-2" for p in ("keys", "values")} <= ids
+
+
 def test_needs_have_ids_that_bundles_allow() -> None:
     need = Need.of("nuq", bits=3, outliers=0.01)
     assert need.id == "nuq-bits-3-outliers-0_01"
@@ -93,18 +122,37 @@ def test_options_out_of_range(text: str, said: str) -> None:
 
 
 def test_a_sample_too_small_for_a_codebook(tiny_model, tmp_path: Path) -> None:
-    with pytest.raises(CalibrationError, match="more tokens"):
+    with pytest.raises(CalibrationError, match=r"^--cache vecinfer: .*more tokens"):
         convert(tiny_model("llama"), tmp_path / "b", caches=["vecinfer"], calibration_tokens=64)
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("recipe", ["ratequant+spectral", "ratequant+joint-spectral"])
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_a_text_that_says_always_the_same(tmp_path: Path, recipe: str) -> None:
-    """Keys without variance: no curve can be fitted to errors of 0."""
+def test_a_text_that_says_always_the_same(tmp_path: Path) -> None:
     text = tmp_path / "same.txt"
     text.write_text("a" * 20_000)
-    options = {"caches": [recipe], "calibration": text, "calibration_tokens": 512}
-    with pytest.raises(CalibrationError, match=r"^widths cannot be fitted: .*more varied$"):
-        convert("demo", tmp_path / "b", weights="keep", **options)
+    with pytest.raises(CalibrationError, match=r"^same.txt says always the same: .*more varied$"):
+        convert("demo", tmp_path / "b", calibration=text, calibration_tokens=512)
     assert not (tmp_path / "b").exists()
+
+
+def test_what_a_fit_refuses_names_all_recipes_that_want_it(
+    tiny_model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object) -> None:
+        raise CalibrationError("no good")
+
+    monkeypatch.setitem(FITS, "rabitq-values", Fit(fail))
+    options = {"caches": ["spectral", "commvq:keys=1", "rabitq"], "calibration_tokens": 512}
+    with pytest.raises(CalibrationError, match=r"^--cache commvq:keys=1 and rabitq: no good$"):
+        convert(tiny_model("llama"), tmp_path / "b", **options)
+
+
+def test_what_the_pass_refuses_is_no_recipes_fault(
+    tiny_model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise CalibrationError("layer 1: activations hold NaN")
+
+    monkeypatch.setattr("velox_pack.seen.capture", fail)
+    with pytest.raises(CalibrationError, match=r"^layer 1: activations hold NaN$"):
+        convert(tiny_model("llama"), tmp_path / "b", caches=["spectral"], calibration_tokens=64)

@@ -7,8 +7,10 @@ import pytest
 from huggingface_hub import ModelCard
 from huggingface_hub.repocard import metadata_load
 
+import velox_pack
 from velox_pack.card import BEGIN, END, card, with_measured
 from velox_pack.manifests.bundle import open_bundle
+from velox_pack.manifests.errors import RecipeError
 
 MEASURED: dict[str, Any] = {
     "text": "built-in held-out",
@@ -56,11 +58,35 @@ def test_front_matter_is_what_the_hub_reads(demo_bundle: Path, tmp_path: Path) -
 
 def test_a_fresh_card_claims_nothing_that_was_not_measured(fresh: str) -> None:
     assert "- weights: affine (bits=4,group=64), 42 linear layers packed\n" in fresh
-    assert "- caches: `ratequant+spectral`\n" in fresh
+    assert "- caches: `ratequant+joint-spectral`\n" in fresh
     assert "- calibrated on 1024 tokens of the built-in text\n" in fresh
     assert "base_model" not in fresh  # nobody else could fetch the demo
     assert fresh.endswith(f"\n{BEGIN}\n{END}\n")
     assert "perplexity" not in fresh
+
+
+@pytest.mark.parametrize(
+    ("caches", "named"),
+    [
+        (["affine:group=32", "kivi-sink"], ""),
+        (["kivi-sink", "qfilters+affine:group=32", "affine:group=32"], ', cache="affine:group=32"'),
+        (["kivi-sink"], ', cache="none"'),
+    ],
+)
+def test_what_the_card_says_to_do_can_be_done(
+    tiny_model, tmp_path: Path, caches: list[str], named: str
+) -> None:
+    out = velox_pack.convert(
+        tiny_model("llama"), tmp_path / "b", caches=caches, calibration_tokens=128
+    )
+    text = (out / "README.md").read_text()
+    (line,) = [line for line in text.splitlines() if "velox_pack.load(" in line]
+    assert line.endswith(f'("path or repo of this bundle"{named})')
+    assert f"cannot be loaded yet: {', '.join(f'`{c}`' for c in caches if c[0] != 'a')}\n" in text
+    exec(line.replace("path or repo of this bundle", str(out)), {"velox_pack": velox_pack})
+    if named:  # the premise
+        with pytest.raises(RecipeError):
+            velox_pack.load(out)
 
 
 def test_results_go_between_their_lines(fresh: str) -> None:
@@ -69,6 +95,8 @@ def test_results_go_between_their_lines(fresh: str) -> None:
     assert "| spectral | 3.326 | 0.1100 | 79.0 % | 21.50 |\n" in once
     assert "| source | 16 | 0 | 100 % | 20.00 |\n" in once
     assert "CPU, Linux, float32; mlx 1." in once
+    more = with_measured(edited, MEASURED | {"not_measured": ["kivi-sink"]})
+    assert "| 21.50 |\n| kivi-sink | not measured | | | |\n\n" in more
     assert "# My demo" in once
     assert once.endswith("Thanks.\n")
     assert with_measured(once, MEASURED) == once

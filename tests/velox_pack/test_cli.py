@@ -101,6 +101,17 @@ def test_a_damaged_bundle_exits_1_and_names_the_file(bundle: Path) -> None:
         ["generate", "b", "--prompt", "x", "--temp", "nan"],
         ["eval", "b", "--tokens", "none"],
         ["convert", "demo", "--out", "x", "--seed", "-1"],
+        ["convert", "demo", "--out", ""],
+        ["convert", "", "--out", "x"],
+        ["convert", "demo", "--out", "x", "--calibration", " "],
+        ["convert", "demo", "--out", "x", "--reuse", ""],
+        ["inspect", ""],
+        ["inspect", "b", "--plots", ""],
+        ["verify", ""],
+        ["eval", ""],
+        ["eval", "b", "--text", ""],
+        ["eval", "b", "--source", ""],
+        ["generate", "", "--prompt", "x"],
     ],
 )
 def test_wrong_calls_exit_2(words: list[str]) -> None:
@@ -121,6 +132,21 @@ def test_sizes(text: str, count: float) -> None:
 def test_what_is_no_size_is_told_in_one_line(demo_bundle: Path, text: str) -> None:
     done = velox("inspect", demo_bundle, "--memory", text)
     assert (done.code, done.err.count("\n")) == (1, 1)
+
+
+def test_plans_that_are_prepared_only(tiny_model, tmp_path: Path) -> None:
+    """`eval` names them on stdout; `generate` says what to do in the words of the command line."""
+    source, out = tiny_model("llama"), tmp_path / "b"
+    options = ["--calibration-tokens", 64, "--weights", "keep"]
+    caches = ["--cache", "kivi-sink", "--cache", "affine:group=32"]
+    assert velox("convert", source, "--out", out, *options, *caches).code == 0
+    done = velox("eval", out, "--tokens", 32)
+    assert "kivi-sink: not measured; cannot be loaded yet" in done.out
+    assert "kivi-sink: not measured; cannot be loaded yet" in velox("inspect", out).out
+    done = velox("generate", out, "--prompt", "x")
+    assert done.code == 1
+    assert "load with --cache none or another plan" in done.error
+    assert velox("generate", out, "--prompt", "x", "--cache", "none", "--max-tokens", 2).code == 0
 
 
 def test_help_and_version() -> None:

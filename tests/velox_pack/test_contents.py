@@ -53,12 +53,12 @@ def test_what_is_in_it(demo_bundle: Path) -> None:
     assert found["weights"]["encoding"] == "affine"
     assert found["weights"]["kept"] == [{"path": "model.embed_tokens", "reason": "embedding"}]
     assert open_bundle(demo_bundle).fingerprint.startswith(found["fingerprint"])
-    assert found["default_cache"] == "ratequant+spectral"
-    cache = found["caches"]["ratequant+spectral"]
+    assert found["default_cache"] == "ratequant+joint-spectral"
+    cache = found["caches"]["ratequant+joint-spectral"]
     assert cache["bits_per_element"] < 3.4
     assert cache["share_of_plain"] == pytest.approx(cache["bits_per_element"] / 16)
     memory = inspect(demo_bundle, memory=10**8)["memory"]["context"]
-    assert memory["ratequant+spectral"] > 4 * memory["none"]
+    assert memory["ratequant+joint-spectral"] > 4 * memory["none"]
     assert "memory" not in found
     assert found["measured"] is None
 

@@ -66,8 +66,8 @@ def test_what_the_manifest_says(demo_bundle: Path) -> None:
     assert (manifest.source.kind, manifest.source.repo) == ("demo", None)
     assert manifest.calibration is not None
     assert (manifest.calibration.text, manifest.calibration.tokens) == ("built-in", 1024)
-    assert [c.name for c in manifest.caches] == ["ratequant+spectral"]
-    assert manifest.default_cache == "ratequant+spectral"
+    assert [c.name for c in manifest.caches] == ["ratequant+joint-spectral"]
+    assert manifest.default_cache == "ratequant+joint-spectral"
     assert {a.kind for a in manifest.artifacts} == {
         "allocation", "center", "codebook", "qfilters", "rope", "rotation", "spectral", "widths",
     }  # fmt: skip

@@ -172,6 +172,8 @@ def test_unusable_text_is_told_first(bundle: Path, tmp_path: Path) -> None:
             evaluate(bundle, text=tmp_path / name)
     with pytest.raises(CalibrationError, match=r"the text is too short.*see --text and --tokens"):
         evaluate(bundle, text=tmp_path / "short.txt")
+    with pytest.raises(CalibrationError, match=r"too short for 1,0.* see --text and --tokens$"):
+        evaluate(bundle, tokens=10**12)
     with pytest.raises(CalibrationError, match="at least 2"):
         evaluate(bundle, tokens=1)
 

@@ -15,23 +15,32 @@ class Part:
     options: tuple[tuple[str, str], ...]
 
 
+SHOWN = 80  # characters of a user's text that an error repeats
+
+
+def short(text: str) -> str:
+    """`text` for an error message: cut where it is so long that nobody would read it."""
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+
+
 def parse(text: str) -> list[Part]:
     """Split a recipe into its parts.
 
     Raises RecipeError for empty parts and options, options without a value or given twice.
     """
     parts = []
+    shown = repr(short(text))
     for piece in text.split("+"):
         name, colon, rest = (s.strip() for s in piece.partition(":"))
         if not name:
-            raise RecipeError(f"recipe {text!r}: a part has no name; write name:key=value+name")
+            raise RecipeError(f"recipe {shown}: a part has no name; write name:key=value+name")
         options: dict[str, str] = {}
         for item in rest.split(",") if colon else ():
             key, equals, value = (s.strip() for s in item.partition("="))
             if not equals or not key or not value:
-                raise RecipeError(f"recipe {text!r}: {item!r} is not key=value")
+                raise RecipeError(f"recipe {shown}: {short(item)!r} is not key=value")
             if key in options:
-                raise RecipeError(f"recipe {text!r}: {key} is given twice")
+                raise RecipeError(f"recipe {shown}: {short(key)} is given twice")
             options[key] = value
         parts.append(Part(name, tuple(options.items())))
     return parts
@@ -46,7 +55,7 @@ def _convert(name: str, key: str, value: str, hint: Any) -> Any:
         except ValueError:
             continue
     names = " or ".join(k.__name__ for k in kinds if k is not type(None))
-    raise RecipeError(f"{name}: {key}={value} is not {names}")
+    raise RecipeError(f"{name}: {key}={short(value)} is not {names}")
 
 
 def make(cls: type, name: str, options: tuple[tuple[str, str], ...]) -> Any:
@@ -59,7 +68,8 @@ def make(cls: type, name: str, options: tuple[tuple[str, str], ...]) -> Any:
     given = {}
     for key, value in options:
         if key not in known:
-            raise RecipeError(f"{name} has no option {key}; it takes {', '.join(known) or 'none'}")
+            takes = ", ".join(known) or "none"
+            raise RecipeError(f"{name} has no option {short(key)}; it takes {takes}")
         given[key] = _convert(name, key, value, hints[key])
     try:
         return cls(**given)

@@ -4,7 +4,7 @@ A recipe says which artifacts it needs and builds the plan of a layer from them;
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Protocol
 
 from velox_pack.caches import grammar
@@ -113,10 +113,23 @@ class Plan:
         return "+".join(parts)
 
     @property
+    def coding(self) -> str:
+        """`canonical` without the policy: plans that evict differently may code alike."""
+        return replace(self, policy_name=None, policy=None).canonical
+
+    @property
     def needs(self) -> tuple[Need, ...]:
-        """What it wants calibrated; "widths" are its own, other needs are shared between plans."""
-        own = () if self.recipe.bits_of() is None else (Need.of("widths", plan=self.canonical),)
+        """What it wants calibrated; "widths" belong to its coding, other needs are shared."""
+        own = () if self.recipe.bits_of() is None else (Need.of("widths", plan=self.coding),)
         return (*self.recipe.needs, *own, *(self.policy.needs if self.policy else ()))
+
+    @property
+    def behind(self) -> int | None:
+        """Most recent tokens that do not count in its sensitivities, None if it needs none."""
+        windows = [dict(need.options).get("window") for need in self.needs]
+        if self.ratequant:
+            windows.append(self.recipe.window + self.recipe.flush // 2)
+        return max((int(w) for w in windows if w is not None), default=None)
 
     @property
     def missing(self) -> str | None:
@@ -133,10 +146,11 @@ def parse(text: str) -> Plan:
     """
     codecs, policies = [], []
     ratequant = False
+    shown = repr(grammar.short(text))
     for part in grammar.parse(text):
         if part.name == RATEQUANT:
             if part.options or ratequant:
-                raise RecipeError(f"recipe {text!r}: ratequant stands once and takes no options")
+                raise RecipeError(f"recipe {shown}: ratequant stands once and takes no options")
             ratequant = True
         elif part.name in RECIPES:
             codecs.append((part.name, grammar.make(RECIPES[part.name], part.name, part.options)))
@@ -144,19 +158,21 @@ def parse(text: str) -> Plan:
             policies.append((part.name, grammar.make(POLICIES[part.name], part.name, part.options)))
         else:
             names = ", ".join((*RECIPES, RATEQUANT, *POLICIES))
-            raise RecipeError(f"no recipe is called {part.name!r}; there are: {names}")
+            raise RecipeError(
+                f"no recipe is called {grammar.short(part.name)!r}; there are: {names}"
+            )
     if policies and not codecs:
         codecs.append(("exact", ExactRecipe()))
     if len(codecs) != 1:
-        raise RecipeError(f"recipe {text!r}: give one of {', '.join(RECIPES)}")
+        raise RecipeError(f"recipe {shown}: give one of {', '.join(RECIPES)}")
     if len(policies) > 1:
-        raise RecipeError(f"recipe {text!r}: give at most one of {', '.join(POLICIES)}")
+        raise RecipeError(f"recipe {shown}: give at most one of {', '.join(POLICIES)}")
     name, recipe = codecs[0]
     for option in ("sinks", "window", "flush"):
         if getattr(recipe, option) > LONGEST:
-            raise RecipeError(f"recipe {text!r}: {option} is above {LONGEST} tokens")
+            raise RecipeError(f"recipe {shown}: {option} is above {LONGEST} tokens")
     if ratequant and recipe.bits_of() is None:
-        raise RecipeError(f"recipe {text!r}: {name} has no bits that ratequant could spread")
+        raise RecipeError(f"recipe {shown}: {name} has no bits that ratequant could spread")
     return Plan(name, recipe, ratequant, *(policies[0] if policies else ()))
 
 
@@ -170,7 +186,7 @@ def build(plan: Plan, name: str, fingerprint: str, shelf: Shelf) -> ModelPlan:
             f"plan {name!r} is prepared, but this velox-pack has {plan.missing} yet; "
             'load with cache="none" or another plan of the bundle'
         )
-    workshop = Workshop(shelf, plan.canonical)
+    workshop = Workshop(shelf, plan.coding)
     layers = {}
     for layer in shelf.covered():
         keys, values = plan.recipe.codecs(layer, workshop)

@@ -15,11 +15,14 @@ from velox_pack.manifests.manifest import Layer
 
 
 class Workshop:
-    """Builds codecs from a shelf; arrays shared between layers are made once."""
+    """Builds codecs from a shelf; arrays shared between layers are made once.
 
-    def __init__(self, shelf: Shelf, plan: str) -> None:
+    `coding` is that of the plan (`recipes.Plan.coding`), which its widths go by.
+    """
+
+    def __init__(self, shelf: Shelf, coding: str) -> None:
         self.shelf = shelf
-        self.plan = plan
+        self.coding = coding
         self._tables: dict[tuple[Any, ...], RopeTable] = {}
         self._rotations: dict[int, Structured] = {}
         self._levels: dict[str, LevelTable] = {}
@@ -54,7 +57,7 @@ class Workshop:
 
     def widths(self, layer: int, part: str) -> tuple[int, ...]:
         """Bits of each rotated coordinate of the layer's keys or values."""
-        found, row = self.shelf.find(Widths, layer, plan=self.plan)
+        found, row = self.shelf.find(Widths, layer, plan=self.coding)
         return tuple(int(w) for w in getattr(found, part)[row].tolist())
 
     def before_rope(self, layer: Layer, inner: Codec) -> Codec:

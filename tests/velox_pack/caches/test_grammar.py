@@ -104,3 +104,23 @@ def test_any_text_is_a_plan_or_one_line(text):
     assert len(message.splitlines()) <= 1
     if not message:
         assert recipes.parse(plan.canonical) == plan
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x" * 10**5,
+        "spectral:" + "x" * 10**5,
+        "spectral:" + "x" * 10**5 + "=1",
+        "spectral:bits=" + "9" * 10**5 + "x",
+        "spectral:window=" + "9" * 10**5,
+        "spectral:bits=3" + ",bits=3" * 10**4,
+        "affine+" * 10**4 + "affine",
+        "+" * 10**5,
+        "ratequant+" * 10**4 + "spectral",
+        "ratequant+affine:sinks=" + "0" * 4000 + "4",
+    ],
+    ids=lambda text: text[:20],
+)
+def test_a_recipe_without_end_is_not_repeated_whole(text):
+    assert len(refused(recipes.parse, text)) < 600
