@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub.repocard import metadata_load
+from threadpoolctl import threadpool_limits
 
 from velox_pack import weights as weight_plans
 from velox_pack.calibrate import calibrate
@@ -55,7 +56,9 @@ def run(job: Job, report: Report | None = None) -> Path:
         if job.captures or not job.specs:  # otherwise every weight is checked as it is written
             say("checking weights")
             job.source.check_finite()
-        done = calibrate(job, hashes, say)
+        # On some processors OpenBLAS's sums depend on how many threads share them.
+        with threadpool_limits(1):
+            done = calibrate(job, hashes, say)
         rotations, tensors = weight_plans.rotations_of(job.packing, job.seed)
         records = writer.artifacts(done.artifacts, tensors, done.fingerprints)
         if job.specs:

@@ -9,7 +9,7 @@ from velox_pack.manifests.errors import CalibrationError
 
 # Pieces of a text that are tokenized to say about how many tokens it holds, characters of each.
 _PIECES, _PIECE = 16, 2000
-FEWEST_KINDS = 16  # different tokens, below which every key is much like the one before
+FEWEST_KINDS = 8  # different tokens, below which every key is much like the one before
 
 
 def sample(
@@ -28,7 +28,7 @@ def sample(
     except CalibrationError as error:
         raise CalibrationError(_told(tokenizer, text, tokens, length, name, hint)) from error
     kinds = len(np.unique(found))
-    if kinds < min(FEWEST_KINDS, tokens):
+    if kinds < min(FEWEST_KINDS, tokens // 2):
         raise CalibrationError(
             f"{name} says always the same: {tokens:,} tokens of it are {kinds} different ones; "
             "take one that is more varied"

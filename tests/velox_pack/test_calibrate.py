@@ -130,7 +130,7 @@ def test_a_sample_too_small_for_a_codebook(tiny_model, tmp_path: Path) -> None:
 def test_a_text_that_says_always_the_same(tmp_path: Path) -> None:
     text = tmp_path / "same.txt"
     text.write_text("a" * 20_000)
-    with pytest.raises(CalibrationError, match=r"^same.txt says always the same: .*more varied$"):
+    with pytest.raises(CalibrationError, match=r"same.txt says always the same: .*more varied$"):
         convert("demo", tmp_path / "b", calibration=text, calibration_tokens=512)
     assert not (tmp_path / "b").exists()
 

@@ -69,7 +69,7 @@ def test_what_the_manifest_says(demo_bundle: Path) -> None:
     assert [c.name for c in manifest.caches] == ["ratequant+joint-spectral"]
     assert manifest.default_cache == "ratequant+joint-spectral"
     assert {a.kind for a in manifest.artifacts} == {
-        "allocation", "center", "codebook", "qfilters", "rope", "rotation", "spectral", "widths",
+        "allocation", "codebook", "joint-spectral", "qfilters", "rope", "widths",
     }  # fmt: skip
     assert manifest.weights.encoding == "affine"
     assert len(manifest.weights.packed) == 42

@@ -133,7 +133,7 @@ def test_sensitivities_that_cannot_be_found_are_told_first(tmp_path: Path) -> No
     source = in_zoo(tmp_path / "hunyuan", "hunyuan")
     options: dict[str, Any] = {"source": source, "calibration_tokens": 64, "weights": "keep"}
     told = refused(tmp_path, **options)
-    assert told.startswith("--cache ratequant+spectral needs sensitivities")
+    assert told.startswith("--cache ratequant+joint-spectral needs sensitivities")
     assert told.endswith("in hunyuan: layer 0 hands on more than one activation; "
                          "take --cache spectral")  # fmt: skip
     assert "take --cache spectral" in refused(tmp_path, caches=["kvquant"], **options)

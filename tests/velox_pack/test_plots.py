@@ -20,7 +20,9 @@ from velox_pack.plots import allocations, budgets, canvas, draw, filters, spectr
 
 matplotlib = pytest.importorskip("matplotlib")
 
-NAMES = {"bits-allocation-0.png", "bits-widths-0.png", "bytes.png", "spectrum-spectral-keys.png"}
+NAMES = {"bits-allocation-0.png", "bits-widths-0.png", "bytes.png"} | {
+    f"spectrum-joint-spectral-{part}-window-28.png" for part in ("keys", "values")
+}
 Shape = tuple[int, int, int]
 
 
