@@ -11,8 +11,10 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import create_attention_mask
 
+from velox_pack.caches import stretches
 from velox_pack.caches.codecs.base import Codec, Packed, copy_rows, rows
 from velox_pack.caches.plan import LayerPlan, lookup
+from velox_pack.caches.stretches import FEW, STRETCH, Coded, Mixing, Rows, Scoring, split
 from velox_pack.manifests.errors import RecipeError
 
 
@@ -100,12 +102,33 @@ class VeloxCache:
         self, queries: mx.array, scale: float, mask: Any, sinks: mx.array | None
     ) -> mx.array:
         """Attention of the pending chunk, `[B, Hq, L, D]`; then the chunk is put away."""
-        keys, values = self._all(queries.dtype)
-        out = mx.fast.scaled_dot_product_attention(
-            queries, keys, values, scale=scale, mask=mask, sinks=sinks
-        )
+        if self._in_codes(queries):
+            out = stretches.attend(queries, self._stretches(), scale, mask, sinks)
+        else:
+            keys, values = self._all(queries.dtype)
+            out = mx.fast.scaled_dot_product_attention(
+                queries, keys, values, scale=scale, mask=mask, sinks=sinks
+            )
         self._commit()
         return out
+
+    def _in_codes(self, queries: mx.array) -> bool:
+        """Whether attention goes over stretches: there are several, or a codec works in codes."""
+        coded, plan = self._coded(), self.plan
+        in_codes = isinstance(plan.keys, Scoring) or isinstance(plan.values, Mixing)
+        few = queries.shape[1] * queries.shape[2] <= FEW * self._pending[0].shape[1]
+        return coded > STRETCH or (coded > 0 and few and in_codes)
+
+    def _stretches(self) -> list[Rows | Coded]:
+        plan, chunk = self.plan, self._pending
+        heads = int(chunk[0].shape[1])
+        found: list[Rows | Coded] = []
+        if self.sinks:
+            found.append(Rows(*self.sinks))
+        packed = self.codes
+        found += split((plan.keys, plan.values), packed, plan.sinks, self._coded(), heads)
+        late = _append(self.recent, chunk)
+        return [*found, Rows(late[0], late[1])]
 
     # ---- keeping
 
@@ -196,6 +219,13 @@ class VeloxCache:
 
     # ---- what mlx-lm asks
 
+    @staticmethod
+    def merge(caches: "Sequence[VeloxCache]") -> Any:
+        """A batch of these sequences; mlx-lm's server batches where a cache can do this."""
+        from velox_pack.caches.batch import VeloxBatchCache
+
+        return VeloxBatchCache.merge(caches)
+
     @property
     def state(self) -> list[Any]:
         """Flat list of scalars and packed arrays; reading it is cheap."""
@@ -251,6 +281,9 @@ class VeloxCache:
         return sum(a.nbytes for a in self.arrays())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "VeloxCache":
+        return self.copy()
+
+    def copy(self) -> "VeloxCache":
         """Arrays are never written in place, so a copy may share them; the plan is shared."""
         other = type(self).__new__(type(self))
         other.__dict__.update(self.__dict__)

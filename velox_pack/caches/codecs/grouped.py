@@ -33,6 +33,23 @@ class GroupedBasis:
         undo = self.undo.astype(x.dtype)
         return x * undo if undo.shape[-1] == 1 else x @ undo
 
+    def query(self, q: mx.array) -> mx.array:
+        """`[B, H, R, D]` to `[B, H, R, C]`: head h's products with the codes of its group."""
+        undo = self.undo.astype(q.dtype)
+        q = q * undo if undo.shape[-1] == 1 else q @ undo.swapaxes(-1, -2)
+        return q @ self._own(q.dtype)
+
+    def mixed(self, z: mx.array) -> mx.array:
+        """Mixtures of a group's codes `[B, H, R, C]` to head h's own `[B, H, R, D]`."""
+        x = z @ self._own(z.dtype).swapaxes(-1, -2)
+        undo = self.undo.astype(z.dtype)
+        return x * undo if undo.shape[-1] == 1 else x @ undo
+
+    def _own(self, dtype: mx.Dtype) -> mx.array:
+        """Each head's rows of its group's basis, `[H, D, C]`."""
+        G, C, _ = self.forward_basis.shape
+        return self.forward_basis.astype(dtype).reshape(G * self.group, C // self.group, C)
+
     def constants(self) -> list[mx.array]:
         """Both matrices."""
         return [self.forward_basis, self.undo]

@@ -27,6 +27,12 @@ class Turn(Protocol):
     def backward(self, x: mx.array) -> mx.array:
         """Back out of it."""
 
+    def query(self, q: mx.array) -> mx.array:
+        """What the products of `q` [B, H, R, D] with coded rows are taken with in that basis."""
+
+    def mixed(self, z: mx.array) -> mx.array:
+        """A mixture of coded rows for each query [B, H, R, C], back out of the basis."""
+
     def constants(self) -> list[mx.array]:
         """Arrays held."""
 
@@ -44,6 +50,8 @@ class Eigenbasis:
     def backward(self, x: mx.array) -> mx.array:
         """`x @ columns^T`."""
         return x @ self.columns.astype(x.dtype).swapaxes(-1, -2)
+
+    query, mixed = forward, backward  # an orthogonal turn keeps products
 
     def constants(self) -> list[mx.array]:
         """The basis."""
@@ -63,6 +71,8 @@ class Structured:
     def backward(self, x: mx.array) -> mx.array:
         """Rotate it back."""
         return rotate_transpose(x, self.rotation)
+
+    query, mixed = forward, backward
 
     def constants(self) -> list[mx.array]:
         """Signs and mix."""
@@ -196,13 +206,41 @@ class RotatedScalar:
 
     def decode(self, packed: Packed, start: int, dtype: mx.Dtype) -> mx.array:
         """Give `[B, H, N, D]` back in `dtype`."""
-        words, scales = packed
-        at = unpack_mixed(words, self.widths) + self._starts
-        y = self.table.levels(at) * self.sigma[:, None] * self.norm.decode(scales)
-        x = self.turn.backward(y)
+        x = self.turn.backward(self._shapes(packed) * self.norm.decode(packed[1]))
         if self.mean is not None:
             x = x + self.mean[:, None]
         return x.astype(dtype)
+
+    def scores(self, q: mx.array, packed: Packed, start: int) -> mx.array:
+        """Products `[B, H, R, N]` of queries `[B, H, R, D]` with coded keys, float32.
+
+        The queries are rotated instead of the keys, and norms multiply products.
+        """
+        turned = self.turn.query(q)
+        found = self._by_group(turned) @ self._shapes(packed).swapaxes(-1, -2)
+        found = found * self.norm.decode(packed[1]).swapaxes(-1, -2)
+        found = found.reshape(*q.shape[:3], -1)
+        if self.mean is not None:
+            found = found + (q * self.mean[:, None]).sum(-1, keepdims=True)
+        return found
+
+    def mix(self, p: mx.array, packed: Packed, start: int) -> mx.array:
+        """Mixtures `[B, H, R, D]` of coded values with weights `[B, H, R, N]`, float32."""
+        scales = self.norm.decode(packed[1]).swapaxes(-1, -2)
+        found = (self._by_group(p) * scales) @ self._shapes(packed)
+        out = self.turn.mixed(found.reshape(*p.shape[:3], -1))
+        if self.mean is not None:
+            out = out + p.sum(-1, keepdims=True) * self.mean[:, None]
+        return out
+
+    def _by_group(self, x: mx.array) -> mx.array:
+        """`[B, H, R, X]` with the heads that share rows of codes one behind the other."""
+        return x.reshape(x.shape[0], self.sigma.shape[0], -1, x.shape[-1])
+
+    def _shapes(self, packed: Packed) -> mx.array:
+        """Decoded rows in the turned basis but for their scale, `[B, H, N, C]`."""
+        at = unpack_mixed(packed[0], self.widths) + self._starts
+        return self.table.levels(at) * self.sigma[:, None]
 
     def constants(self) -> list[mx.array]:
         """Basis, scales, mean and level table."""
