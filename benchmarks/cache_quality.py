@@ -62,14 +62,19 @@ def mlx_lm_plan(layers: list[Layer], bits: int, group: int) -> ModelPlan:
     return ModelPlan(f"mlx-lm {bits} bits group {group}", "", "", plans)
 
 
-def mlx_lm_bits(layer: Layer, bits: int, group: int) -> tuple[float, float]:
-    """Bits per element that mlx-lm's cache uses, and that it has allocated."""
+def mlx_lm_bits(layer: Layer, bits: int, group: int) -> tuple[float, float | None]:
+    """Bits per element that mlx-lm's cache uses, and that it has allocated.
+
+    It raises for 3 bits at some head dims (256); there the first is what its format takes.
+    """
     cache = QuantizedKVCache(group, bits)
     for count in (PROMPT, *([1] * GENERATED)):
         shape = (1, layer.kv_heads, count)
-        cache.update_and_fetch(
-            mx.ones((*shape, layer.k_dim), mx.bfloat16), mx.ones((*shape, layer.v_dim), mx.bfloat16)
-        )
+        rows = (mx.ones((*shape, dim), mx.bfloat16) for dim in (layer.k_dim, layer.v_dim))
+        try:
+            cache.update_and_fetch(*rows)
+        except ValueError:
+            return bits + 32 / group, None
     used = sum(a.nbytes for pair in cache.keys_and_values() for a in pair)
     elements = (PROMPT + GENERATED) * layer.kv_heads * (layer.k_dim + layer.v_dim)
     return 8 * used / elements, 8 * cache.nbytes / elements
