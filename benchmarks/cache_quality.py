@@ -125,7 +125,7 @@ def measure(folder: Path) -> list[dict[str, Any]]:
                 used, allocated = mlx_lm_bits(covered[0], bits, group)
                 row |= {"bits_per_element": used, "bits_allocated": allocated}
             rows.append(row | scores[plan.name].result())
-            print({k: v if isinstance(v, str) else round(v, 4) for k, v in rows[-1].items()})
+            print({k: round(v, 4) if isinstance(v, float) else v for k, v in rows[-1].items()})
         return rows
 
 

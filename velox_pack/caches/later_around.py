@@ -70,29 +70,6 @@ class MiniCacheRecipe(Later):
 
 
 @dataclass(frozen=True)
-class KittyRecipe(Later):
-    """Channels with bits of their own."""
-
-    about: ClassVar[str] = "bits for each channel by what its error costs (Kitty)"
-    bits: float = 2.25
-    sinks: int = 4
-    window: int = 24
-    flush: int = 8
-
-    @property
-    def needs(self) -> tuple[Need, ...]:
-        """Order, widths and scales of channels."""
-        return (ROPE, *_both("kitty", bits=float(self.bits)))
-
-    def __post_init__(self) -> None:
-        """Refuse bits out of range."""
-        _between("bits", self.bits, 1, 6)
-
-    def check(self, layer: Layer) -> None:
-        """Fits every layer."""
-
-
-@dataclass(frozen=True)
 class GearRecipe(Later):
     """Affine rounding and what is known beforehand of its error."""
 
@@ -118,29 +95,6 @@ class GearRecipe(Later):
         """No more directions than channels."""
         if self.rank > min(layer.k_dim, layer.v_dim):
             raise RecipeError(f"rank={self.rank} for heads of {layer.k_dim}")
-
-
-@dataclass(frozen=True)
-class OutliersRecipe(Later):
-    """Outlier channels in a stream of their own."""
-
-    about: ClassVar[str] = "outlier channels in a stream of their own, the rest rotated"
-    bits: int = 2
-    sinks: int = 4
-    window: int = 24
-    flush: int = 8
-
-    @property
-    def needs(self) -> tuple[Need, ...]:
-        """Which channels, and the scales of both streams."""
-        return (ROPE, *_both("outliers", bits=self.bits))
-
-    def __post_init__(self) -> None:
-        """Refuse bits out of range."""
-        _among("bits", self.bits, (1, 2, 3, 4))
-
-    def check(self, layer: Layer) -> None:
-        """Fits every layer."""
 
 
 @dataclass(frozen=True)

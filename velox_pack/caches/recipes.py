@@ -8,21 +8,18 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Protocol
 
 from velox_pack.caches import grammar
+from velox_pack.caches.channel_recipes import KittyRecipe, KVQuantRecipe, OutliersRecipe
 from velox_pack.caches.codecs.base import Codec
+from velox_pack.caches.latent_recipes import PaluRecipe, SVDqRecipe
 from velox_pack.caches.later_around import (
     GearRecipe,
-    KittyRecipe,
     KiviSinkRecipe,
     MiniCacheRecipe,
-    OutliersRecipe,
     XQuantRecipe,
 )
 from velox_pack.caches.later_recipes import (
     CommVQRecipe,
-    KVQuantRecipe,
-    PaluRecipe,
     RaBitQRecipe,
-    SVDqRecipe,
     VecInferRecipe,
 )
 from velox_pack.caches.needs import Need
