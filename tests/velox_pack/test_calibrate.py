@@ -21,8 +21,8 @@ SMALL = {"calibration_tokens": 1024}
 @pytest.fixture(scope="module")
 def everything(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo prepared for every recipe at once."""
-    caches = [*dict.fromkeys(["spectral", *ALL]), "xquant:by=prediction", "ratequant+spectral:bits=2",
-              "turboquant-mse:levels=rotated-unit"]  # fmt: skip
+    caches = [*dict.fromkeys(["spectral", *ALL]), "xquant:by=prediction",
+              "ratequant+spectral:bits=2", "turboquant-mse:levels=rotated-unit"]  # fmt: skip
     return convert("demo", tmp_path_factory.mktemp("all") / "bundle", caches=caches, **SMALL)
 
 
