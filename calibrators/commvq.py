@@ -113,10 +113,13 @@ def _fit_layer(
     seed: int,
 ) -> tuple[Array, Array, Array, Array]:
     mean = statistics.keys_before.mean
-    weight = np.sqrt(query_power(statistics, trace))
+    pairs = rope_pairs(mean.shape[1], dims, traditional)
+    power = query_power(statistics, trace)
+    # A code turns pairs, those too that RoPE leaves alone: both coordinates of each weigh alike.
+    power[:, pairs[0]] = power[:, pairs[1]] = (power[:, pairs[0]] + power[:, pairs[1]]) / 2
+    weight = np.sqrt(power)
     weight /= weight.mean(axis=1, keepdims=True)
     keys = (statistics.sample_keys_before.astype(np.float64) - mean[:, None]) * weight[:, None]
-    pairs = rope_pairs(keys.shape[2], dims, traditional)
     books = [
         fit_codebooks(to_pairs(head, pairs), stages, entries, seed, beam=BEAM)
         for head in unit_rows(keys)

@@ -1,5 +1,6 @@
 """Codes commute with RoPE, planted sums of entries are found, and trained keys cost fewer bits."""
 
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -167,6 +168,18 @@ def test_same_input_same_bytes(demo: Any) -> None:
     once, again = (commvq.fit(few, demo.traces, bits=0.5, entries=8)[0] for _ in range(2))
     for role, tensor in once.to_tensors().items():
         assert tensor.tobytes() == again.to_tensors()[role].tobytes()
+
+
+@pytest.mark.parametrize("dims", [0, 16])
+def test_layers_that_rope_turns_in_part_or_not_at_all(demo: Any, dims: int) -> None:
+    rope = RopeSpec(dims, False, tuple(1.0 / (i + 1) for i in range(dims // 2))) if dims else None
+    traces = [replace(demo.traces[0], rope=rope)]
+    (found,) = commvq.fit({0: demo.statistics[0]}, traces, bits=0.5, entries=8)
+    assert found.dims == dims
+    keys = demo.statistics[0].sample_keys_before[:, :256]
+    decoded = commvq.decode(found, 0, commvq.encode(found, 0, keys))
+    centred = keys - found.mean[0][:, None]
+    assert np.square(decoded - keys).mean() < 0.7 * np.square(centred).mean()
 
 
 def test_what_cannot_be_fitted_is_refused(demo: Any) -> None:

@@ -17,12 +17,15 @@ from velox_pack.caches.later_around import (
     MiniCacheRecipe,
     XQuantRecipe,
 )
-from velox_pack.caches.later_recipes import (
-    CommVQRecipe,
-    RaBitQRecipe,
-    VecInferRecipe,
-)
 from velox_pack.caches.needs import Need
+from velox_pack.caches.plain_recipes import (
+    KiviRecipe,
+    PolarRecipe,
+    QjlRecipe,
+    RvqRecipe,
+    TurboQuantProd,
+    ZipCacheRecipe,
+)
 from velox_pack.caches.plan import LayerPlan, ModelPlan
 from velox_pack.caches.policies import POLICIES
 from velox_pack.caches.scalar_recipes import (
@@ -33,6 +36,7 @@ from velox_pack.caches.scalar_recipes import (
     TurboQuantMse,
 )
 from velox_pack.caches.shelf import Shelf
+from velox_pack.caches.vector_recipes import CommVQRecipe, RaBitQRecipe, VecInferRecipe
 from velox_pack.caches.workshop import Workshop
 from velox_pack.manifests.errors import RecipeError
 from velox_pack.manifests.manifest import Layer
@@ -83,6 +87,12 @@ RECIPES: dict[str, type[Any]] = {
     "gear": GearRecipe,
     "outliers": OutliersRecipe,
     "kivi-sink": KiviSinkRecipe,
+    "kivi": KiviRecipe,
+    "zipcache": ZipCacheRecipe,
+    "rvq": RvqRecipe,
+    "polar": PolarRecipe,
+    "qjl": QjlRecipe,
+    "turboquant-prod": TurboQuantProd,
 }
 RATEQUANT = "ratequant"
 LONGEST = 1 << 20  # tokens kept exactly

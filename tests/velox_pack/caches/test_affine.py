@@ -4,6 +4,7 @@ import pytest
 
 from velox_pack.caches.codecs.affine import Affine
 from velox_pack.caches.codecs.exact import Exact
+from velox_pack.calibrators import affine_rounding
 from velox_pack.manifests.errors import RecipeError
 
 
@@ -88,7 +89,8 @@ def test_bfloat16_rows_beyond_float16():
         ((4, 48, 96), r"group=48 is not one of \(32"),
         ((4, 64, 64, "row"), "neither token nor channel"),
         ((4, 64, 96), r"does not divide the head dim 96; possible are \[32\]"),
-        ((4, 32, 80), "the head dim 80; no group does"),
+        ((4, 64, 80), r"does not divide the head dim 80; possible are \[32\]"),
+        ((4, 128, 64), r"does not divide the head dim 64; possible are \[32, 64\]"),
     ],
 )
 def test_refuses(options, message):
@@ -101,3 +103,36 @@ def test_any_head_dim_can_be_grouped_along_tokens(dim):
     codec = Affine(4, 32, dim, "channel")
     x = normal(1, 1, 64, dim)
     assert nmse(x, codec.decode(codec.encode(x, 0), 0, mx.float32)) < 0.01
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+@pytest.mark.parametrize(("dim", "group", "held"), [(16, 32, 32), (80, 32, 96), (112, 32, 128)])
+def test_a_last_group_is_filled_up_and_counted(dim, group, held, bits):
+    """Copies of the last channel: the group's range, and so its codes, are those without them."""
+    codec = Affine(bits, group, dim)
+    x = normal(1, 2, 16, dim)
+    packed = codec.encode(x, 0)
+    groups = held // group
+    assert packed[0].nbytes * 8 == 2 * 16 * held * bits
+    assert packed[1].shape == packed[2].shape == (1, 2, 16, groups)
+    y = codec.decode(packed, 0, mx.float32)
+    assert y.shape == x.shape
+    whole = dim // group * group
+    if whole:
+        alone = Affine(bits, group, whole)
+        first = x[..., :whole]
+        assert mx.array_equal(y[..., :whole], alone.decode(alone.encode(first, 0), 0, mx.float32))
+    rest = np.array(x)[..., whole:]
+    step = np.ptp(rest, axis=-1, keepdims=True) / (2**bits - 1)
+    assert np.all(np.abs(np.array(y)[..., whole:] - rest) < 1.6 * step)
+
+
+def test_kivi_is_the_authors_rounding_but_for_the_level_at_0():
+    """mlx moves a group's levels so that one is 0; least and greatest are the authors' ends."""
+    x = np.random.default_rng(0).standard_normal((2, 128, 64))
+    for axis in ("channel", "token"):
+        codec = Affine(2, 32, 64, axis)
+        y = mx.array(x.astype(np.float32))[None]
+        ours = nmse(x[None], codec.decode(codec.encode(y, 0), 0, mx.float32))
+        theirs = np.square(x - affine_rounding.rounded(x, 2, axis, group=32)).sum()
+        assert ours < 1.05 * theirs / np.square(x).sum()

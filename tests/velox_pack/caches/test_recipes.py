@@ -105,7 +105,7 @@ def test_what_is_wrong_is_said(text, said):
         ("spectral:flush=0", {}, "flush=0"),
         ("affine:bits=7", {}, "bits=7 is not one of"),
         ("affine:group=64", {"k_dim": 96}, r"head dim 96; possible are [32]"),
-        ("affine:group=32,axis=channel", {"v_dim": 80}, "head dim 80; no group does"),
+        ("affine:axis=channel", {"v_dim": 80}, "head dim 80; possible are [32]"),
         ("affine:axis=channel,flush=8", {}, "flush=8 is not a multiple of the codec's group of 64"),
         ("affine:axis=rows", {}, "neither token nor channel"),
     ],

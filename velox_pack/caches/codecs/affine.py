@@ -21,6 +21,11 @@ class Affine:
     `axis="token"` groups channels of one token (KIVI's values, mlx-lm's QuantizedKVCache);
     `axis="channel"` groups `group` consecutive tokens of one channel (KIVI's keys), and then
     tokens can only be encoded `group` at a time.
+
+    mlx has groups of 32, 64 and 128 alone. Where none divides the head dim (16, 80, 112), a
+    token's last group is filled up with copies of its last channel, which changes neither its
+    range nor its rounding; the codes of the copies are stored and counted. Of the groups only
+    those are allowed that store the fewest such codes.
     """
 
     bits: int
@@ -36,11 +41,12 @@ class Affine:
             raise RecipeError(f"affine: group={self.group} is not one of {GROUPS}")
         if self.axis not in ("token", "channel"):
             raise RecipeError(f"affine: axis={self.axis!r} is neither token nor channel")
-        if self.axis == "token" and self.dim % self.group:
-            fitting = [g for g in GROUPS if self.dim % g == 0]
+        least = min(self.dim + _missing(self.dim, g) for g in GROUPS)
+        if self.axis == "token" and self.dim + _missing(self.dim, self.group) > least:
+            fitting = [g for g in GROUPS if self.dim + _missing(self.dim, g) == least]
             raise RecipeError(
                 f"affine: group={self.group} does not divide the head dim {self.dim}; "
-                + (f"possible are {fitting}" if fitting else "no group does, use another recipe")
+                f"possible are {fitting}"
             )
 
     @property
@@ -53,6 +59,9 @@ class Affine:
         if self.axis == "channel":
             B, H, N, D = x.shape
             x = x.reshape(B, H, N // self.group, self.group, D).swapaxes(3, 4)
+        elif missing := _missing(self.dim, self.group):
+            last = mx.broadcast_to(x[..., -1:], (*x.shape[:-1], missing))
+            x = mx.concatenate([x, last], axis=-1)
         codes, scales, biases = mx.quantize(x, group_size=self.group, bits=self.bits)
         half = mx.bfloat16 if x.dtype == mx.bfloat16 else mx.float16
         return codes, scales.astype(half), biases.astype(half)
@@ -66,8 +75,15 @@ class Affine:
         if self.axis == "channel":
             B, H, n, D, group = x.shape
             x = x.swapaxes(3, 4).reshape(B, H, n * group, D)
+        elif x.shape[-1] > self.dim:
+            x = x[..., : self.dim]
         return x
 
     def constants(self) -> list[mx.array]:
         """Nothing is shared."""
         return []
+
+
+def _missing(dim: int, group: int) -> int:
+    """Channels that make `dim` whole groups."""
+    return -dim % group
